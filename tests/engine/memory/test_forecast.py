@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_adaptive.engine.memory.timeline import (
+    CurvedForecast,
     Forecast,
     Line,
     Timeline,
@@ -153,6 +154,100 @@ def test_what_fits_without_a_row_reaches_the_limit_at_the_crossing(lines: list[L
     if crossing is not None and highest(lines, 0) <= limit_bytes:
         assert crossing >= 0
         assert highest(lines, crossing) == pytest.approx(limit_bytes, rel=1e-9)
+
+
+# ---- memory that is no line
+
+Factors = tuple[int, int, int, int]
+polynomials = st.lists(st.tuples(*[st.integers(0, 10**6)] * 4), min_size=1, max_size=6)
+four_sizes = st.lists(st.integers(1, 99), min_size=4, max_size=4, unique=True)
+
+
+def at_size(batch_size: int, operations: list[Factors]) -> Timeline:
+    """The timeline of operations whose bytes are polynomials of the batch size."""
+    live_bytes = [sum(factor * batch_size**power for power, factor in enumerate(one)) for one in operations]
+    return Timeline(batch_size, tuple(map(str, range(len(operations)))), tuple(live_bytes))
+
+
+def curves_of(operations: list[Factors], sizes: list[int]) -> CurvedForecast:
+    forecast = CurvedForecast.from_timelines(at_size(size, operations) for size in sizes)
+    assert forecast is not None
+    return forecast
+
+
+@properties
+@given(polynomials, four_sizes, st.integers(200, 3000))
+def test_steps_of_four_sizes_give_the_peak_of_polynomials_at_any_other(
+    operations: list[Factors], sizes: list[int], wanted: int
+) -> None:
+    peak_bytes = max(at_size(wanted, operations).live_bytes)
+    assert curves_of(operations, sizes).peak_bytes(wanted) == pytest.approx(peak_bytes, rel=1e-6)
+
+
+@properties
+@given(polynomials, four_sizes, st.integers(200, 3000))
+def test_steps_of_fewer_sizes_give_a_peak_that_is_not_too_low(
+    operations: list[Factors], sizes: list[int], wanted: int
+) -> None:
+    peak_bytes = max(at_size(wanted, operations).live_bytes)
+    for number in (2, 3):
+        assert curves_of(operations, sizes[:number]).peak_bytes(wanted) >= peak_bytes * (1 - 1e-6)
+
+
+@properties
+@given(st.floats(1, 3), st.integers(100, 10**6), st.integers(0, 10**9), four_sizes, st.integers(200, 3000))
+def test_nor_is_it_where_memory_grows_with_a_power_between_whole_ones(
+    power: float, factor: int, constant: int, sizes: list[int], wanted: int
+) -> None:
+    steps = [Timeline(size, ("one",), (round(constant + factor * size**power),)) for size in sizes]
+    for number in (2, 3, 4):
+        forecast = CurvedForecast.from_timelines(steps[:number])
+        assert forecast is not None
+        noise_bytes = wanted**3  # of rounding to a byte, at sizes that may be next to each other
+        assert forecast.peak_bytes(wanted) >= (constant + factor * wanted**power) * (1 - 1e-6) - noise_bytes
+
+
+@properties
+@given(polynomials, four_sizes, st.integers(200, 3000), st.floats(0.01, 0.99))
+def test_the_largest_size_and_the_crossing_are_those_of_the_peak(
+    operations: list[Factors], sizes: list[int], rows: int, fraction: float
+) -> None:
+    forecast = curves_of(operations, sizes)
+    low, high = (forecast.peak_bytes(size) for size in (rows, rows + 1))
+    crossing = forecast.crossing(low + fraction * (high - low))
+    if high - low > 100:
+        assert forecast.largest_batch_size(low + fraction * (high - low)) == rows
+        assert crossing == pytest.approx(rows + fraction, abs=1e-3)
+
+
+def test_curves_that_do_not_grow_have_no_largest_size() -> None:
+    forecast = curves_of([(10, 0, 0, 0), (7, 0, 0, 0)], [2, 3, 9])
+    assert (forecast.largest_batch_size(100), forecast.crossing(100), forecast.peak_bytes(50)) == (None, None, 10)
+
+
+def test_curves_go_through_the_largest_sizes_and_not_through_two_that_are_next_to_each_other() -> None:
+    live_bytes = {2: 1, 3: 500, 10: 1000, 500: 50_000, 1000: 100_000, 1001: 100_512}
+    steps = [Timeline(size, ("one",), (live,)) for size, live in live_bytes.items()]
+    forecast = CurvedForecast.from_timelines(steps)
+    assert forecast is not None
+    assert forecast.sizes == (1001, 500, 10)
+    assert forecast.peak_bytes(2000) == pytest.approx(200_000, rel=0.02)
+
+
+@pytest.mark.parametrize("operations", [("mm", "mul"), ("mm",)])
+def test_steps_with_different_operations_give_no_curves(operations: tuple[str, ...]) -> None:
+    steps = [Timeline(2, ("mm", "add"), (1, 2)), Timeline(3, ("mm", "add"), (1, 3)), Timeline(9, operations, (1, 9))]
+    assert CurvedForecast.from_timelines(steps) is None
+
+
+def test_curves_of_a_loop_over_rows_follow_its_last_pass() -> None:
+    steps = [
+        Timeline(rows, ("in", *["row"] * rows, "out"), (rows, *range(rows, rows + rows**2, rows), 1))
+        for rows in (2, 3, 7)
+    ]
+    forecast = CurvedForecast.from_timelines(steps)
+    assert forecast is not None
+    assert forecast.peak_bytes(7) == 49
 
 
 # ---- lines and timelines of several kinds of bytes

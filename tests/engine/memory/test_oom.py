@@ -1,6 +1,8 @@
 """Out-of-memory errors are recognised, and the tensors of a failed step are freed."""
 
+import errno
 import gc
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -39,6 +41,36 @@ OUT_OF_MEMORY_TEXTS = (
     "MPS backend out of memory (MPS allocated: 17.00 GB, other allocations: 1.00 GB)",
     "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate",
     "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate",
+    "Caught OutOfMemoryError in replica 0 on device 0.\nOriginal Traceback (most recent call last):",
+    "cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/THCGeneral.cpp:663",
+    "CUDA driver error: out of memory",
+    "CUDA driver error: 2",
+    "[CUresult.CUDA_ERROR_OUT_OF_MEMORY] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY",
+    "Triton Error [CUDA]: out of memory",
+    "Triton Error [HIP]:  Code: 2, Messsage: out of memory",
+    "nvrtc: error: NVRTC_ERROR_OUT_OF_MEMORY",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`",
+    "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cuFFT error: CUFFT_ALLOC_FAILED",
+    "CURAND_STATUS_ALLOCATION_FAILED",
+    "magma_dgetrf returned MAGMA_ERR_DEVICE_ALLOC",
+    "rocblas_status_memory_error",
+    "miopenStatusAllocFailed",
+    "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+    "UR error: UR_RESULT_ERROR_OUT_OF_HOST_MEMORY",
+    "Native API failed. Native API returns: ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "Invalid buffer size: 12.00 GB",
+    "Invalid buffer size: 19.38 GiB",
+    "NPU out of memory. Tried to allocate 260.00 MiB (NPU 0; 28.50 GiB total capacity)",
+    "[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::234881024 (224)MB",
+    "FATAL ERROR :: MODULE:SYNHELPER workspace Allocation of size ::14493510400 failed!",
+    "std::bad_alloc",
+    "[Errno 12] Cannot allocate memory",
+    "unable to mmap 4096 bytes from file </torch_5_6>: Cannot allocate memory (12)",
+    "could not create a memory object",
+    "mkl_malloc: failed to allocate memory",
 )
 OTHER_TEXTS = (
     "mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)",
@@ -50,8 +82,49 @@ OTHER_TEXTS = (
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer",
     "Trying to backward through the graph a second time",
+    "CUDA error: invalid configuration argument",
+    "CUDA error: invalid argument",
+    "CUDA error: too many resources requested for launch",
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle, opa, opb, m, n, k)`",
+    "CUDA driver error: 209",
+    "CUDA driver error: invalid device context",
+    "Triton Error [CUDA]: device kernel image is invalid",
+    "Triton Error [HIP]:  Code: 1, Messsage: invalid argument",
+    "out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes may help.",
+    "out of resource: tensor memory, Required: 768, Hardware limit: 512.",
+    "nvrtc: error: NVRTC_ERROR_COMPILATION",
+    "CUDA error: CUSPARSE_STATUS_NOT_SUPPORTED",
+    "miopenStatusUnknownError",
+    "level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)",
+    "level_zero backend failed with error: 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)",
+    "Graph compile failed. synStatus=synStatus 26 [Generic failure].",
+    "Invalid buffer size: 0",
+    "Placeholder buffer size is not large enough to contain the Tensor storage of size 4",
+    "Output size of the matrix multiplication is larger than currently supported by the MPS backend: 72250,72250",
+    "index out of range in self",
+    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+    "DataLoader worker (pid 5) is killed by signal: Killed.",
+    "DataLoader worker (pid 5) is killed by signal: Bus error. It is possible that dataloader's workers are out of"
+    " shared memory. Please try to raise your shared memory limit.",
+    "unable to open shared memory object </torch_5_6> in read-write mode: Too many open files (24)",
+    "unable to write to file </torch_5_6>: No space left on device (28)",
+    "unable to mmap 4096 bytes from file </model.safetensors>: Permission denied (13)",
+    "libgomp.so.1: cannot allocate memory in static TLS block",
+    "cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned",
+    "Pin memory thread exited unexpectedly",
+    "unsupported memory format option Preserve",
+    "Buffer size mismatch: expected 8 bytes, but got 4",
+    "could not create a primitive descriptor for a convolution forward propagation primitive",
+    "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False",
     "out of memory",
     "",
+)
+# As torch prints them when every algorithm has failed, perhaps for want of a workspace.
+WORKSPACE_TEXTS = (
+    "GET was unable to find an engine to execute this computation",
+    "FIND was unable to find an engine to execute this computation",
+    "Unable to find a valid cuDNN algorithm to run convolution",
+    "CUDA error: CUSPARSE_STATUS_INSUFFICIENT_RESOURCES when calling `cusparseSpGEMM_workEstimation(handle)`",
 )
 UNCLEAR_TEXTS = (
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",  # seen on an H200 without free memory, at the first attention
@@ -88,13 +161,43 @@ def test_an_unclear_text_counts_while_the_device_has_almost_no_memory(
     assert is_out_of_memory(RuntimeError(text)) == lacks
 
 
+@pytest.mark.parametrize(
+    ("free_mib", "num_ooms", "lacks"),
+    [(None, 0, True), (8000, 1, True), (255, 0, True), (8000, 0, False)],
+    ids=["no CUDA", "the allocator has failed", "full", "enough"],
+)
+@pytest.mark.parametrize("text", WORKSPACE_TEXTS)
+def test_a_library_without_an_algorithm_lacks_memory_unless_none_was_refused_and_there_is_enough(
+    text: str, free_mib: int | None, num_ooms: int, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same text comes from a library of another version, or from a device that is too old."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: free_mib is not None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((free_mib or 0) * 2**20, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_ooms": num_ooms} if num_ooms else {})
+    assert is_out_of_memory(RuntimeError(text)) == lacks
+
+
+def test_an_error_of_the_operating_system_counts_by_its_number() -> None:
+    assert is_out_of_memory(OSError(errno.ENOMEM, "anything"))
+    assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))
+    assert not is_out_of_memory(OSError("Cannot allocate memory"))
+
+
+@pytest.mark.parametrize("text", out_of_memory._TEXTS, ids=lambda text: text.pattern)
+def test_every_text_is_in_an_example(text: Any) -> None:
+    examples = [*OUT_OF_MEMORY_TEXTS, *WORKSPACE_TEXTS, *UNCLEAR_TEXTS, *COLLECTIVE_TEXTS]
+    assert any(re.search(text.pattern, example) for example in examples)
+
+
 def test_a_device_that_does_not_answer_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> NoReturn:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    monkeypatch.setattr(torch.cuda, "memory_stats", fail)
     assert not is_out_of_memory(RuntimeError(UNCLEAR_TEXTS[0]))
+    assert not is_out_of_memory(RuntimeError(WORKSPACE_TEXTS[0]))
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("anything"), torch.cuda.OutOfMemoryError(), MemoryError()])

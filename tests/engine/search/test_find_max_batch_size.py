@@ -2,7 +2,9 @@
 
 import gc
 import random
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -153,8 +155,10 @@ def test_probes_show_which_sizes_were_tried_and_their_peaks(peaks: list[int], st
 
 
 def test_a_step_whose_memory_does_not_grow_ends_the_search(strategy: Strategy) -> None:
-    loop = Perceptron()
-    loop.make_batch = lambda batch_size: Perceptron().make_batch(2)
+    loop: Any = Perceptron()
+    make_batch, loss = loop.make_batch, loop.loss
+    loop.make_batch = lambda batch_size: (batch_size, make_batch(2))
+    loop.loss = lambda batch: loss(batch[1])
     assert loop.find("1GiB", strategy=strategy, max_batch_size=1000).exact_batch_size == 1000
 
 
@@ -176,6 +180,125 @@ def test_a_model_that_cannot_train_on_one_row_can_be_searched() -> None:
     loop = Perceptron()
     loop.loss = lambda batch: F.cross_entropy(loop.model(batch["inputs"]), batch["targets"])
     assert loop.find("1GiB").exact_batch_size == MOST_ROWS
+
+
+# ---- batches of fewer rows than were asked for
+
+ROWS = torch.arange(20.0).repeat_interleave(16).reshape(20, 16)
+
+
+@dataclass
+class Sample:
+    inputs: torch.Tensor
+    name: str
+
+
+class Opaque:
+    """A batch that nothing can look into."""
+
+    def __init__(self, inputs: torch.Tensor) -> None:
+        self.inputs = inputs
+
+
+Batches = Callable[[int], Any]
+INPUTS_OF: dict[str, tuple[Batches, Callable[[Any], torch.Tensor]]] = {
+    "tensor": (lambda n: ROWS[:n], lambda batch: batch),
+    "array": (lambda n: ROWS[:n].numpy(), torch.as_tensor),
+    "dict": (lambda n: {"meta": {"scale": torch.ones(2)}, "inputs": ROWS[:n]}, lambda batch: batch["inputs"]),
+    "UserDict": (lambda n: UserDict({"inputs": ROWS[:n]}), lambda batch: batch["inputs"]),
+    "pair": (lambda n: (ROWS[:n], Opaque(ROWS)), lambda batch: batch[0]),
+    "dataclass": (lambda n: Sample(ROWS[:n], "of 2"), lambda batch: batch.inputs),
+    "list of samples": (lambda n: [{"inputs": row} for row in ROWS[:n]], lambda batch: _stacked(batch)),
+    "micro-batches": (lambda n: [ROWS[:n], ROWS[:n]], lambda batch: torch.cat(batch)),
+    "time first": (lambda n: ROWS[:n].T, lambda batch: batch.T),
+    "with rows of noise": (lambda n: [ROWS[:n], torch.ones(min(n, 5))], lambda batch: batch[0]),
+}
+
+
+def _stacked(samples: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([sample["inputs"] for sample in samples])
+
+
+def fed_by(make_batch: Batches, inputs: Callable[[Any], torch.Tensor] = lambda batch: batch) -> Loop:
+    """A loop over batches of ``make_batch``, without a bound of its own."""
+    loop: Any = Perceptron()
+    loop.model = nn.Linear(16, 4)
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+    loop.make_batch = make_batch
+    loop.loss = lambda batch: loop.model(inputs(batch)).square().sum()
+    return loop
+
+
+@pytest.mark.parametrize("kind", INPUTS_OF)
+def test_the_rows_that_exist_are_the_largest_size(strategy: Strategy, kind: str) -> None:
+    found = fed_by(*INPUTS_OF[kind]).find("1GiB", strategy=strategy, max_batch_size=4096)
+    assert (found.exact_batch_size, found.batch_size, found.bound) == (20, 20, 20)
+    assert all(probe.fits and probe.batch_size <= 20 for probe in found.probes)
+    assert found.probes[-1].batch_size == 20
+
+
+def test_memory_may_still_be_less_than_the_rows_need(strategy: Strategy) -> None:
+    loop = fed_by(lambda n: ROWS[:n])
+    limit_bytes = peak_of(loop.train_step, ROWS[:13], loop)
+    assert loop.find(limit_bytes, strategy=strategy, max_batch_size=4096).exact_batch_size == 13
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_a_data_set_of_few_rows_is_searched_to_its_end(strategy: Strategy, rows: int) -> None:
+    loop = fed_by(lambda n: ROWS[: min(n, rows)])
+    assert loop.find("1GiB", strategy=strategy, max_batch_size=100).exact_batch_size == rows
+    assert loop.find("1GiB", strategy=strategy, max_batch_size=3).exact_batch_size == 3
+
+
+@pytest.mark.parametrize(
+    "make_batch",
+    [
+        lambda n: ROWS[: min(n, 1)],
+        lambda n: ROWS[: min(n, 2)],
+        lambda n: {"inputs": ROWS},
+        lambda n: [ROWS, "a name", 3],
+    ],
+    ids=["one row", "two rows", "without n", "without n, in a list"],
+)
+def test_batches_that_never_change_are_refused_by_one_sentence(strategy: Strategy, make_batch: Batches) -> None:
+    loop = fed_by(make_batch, lambda batch: tree_leaves(batch)[0])
+    before = loop.state()
+    with pytest.raises(InputError) as caught:
+        loop.find("1GiB", strategy=strategy, max_batch_size=4096)
+    sizes = "2, 3 and 4096" if strategy == "decrease_until_oom" else "2, 3 and 4"
+    sizes = "2 and 3" if strategy == "linear_extrapolation" else sizes
+    assert str(caught.value) == (
+        f"`make_batch` must return as many rows as it is asked for, but returned the same batch for {sizes};"
+        " if there are no more rows, give their number as the largest to try."
+    )
+    assert same_bits(loop.state(), before)
+    assert loop.find("1GiB", strategy=strategy, max_batch_size=2).exact_batch_size == 2
+
+
+def test_batches_that_cannot_be_looked_into_are_taken_to_have_their_rows(strategy: Strategy) -> None:
+    loop = fed_by(lambda n: Opaque(ROWS[:n]), lambda batch: batch.inputs)
+    assert loop.find("1GiB", strategy=strategy, max_batch_size=50).exact_batch_size == 50
+
+
+def test_a_step_that_makes_its_own_rows_is_not_refused(strategy: Strategy) -> None:
+    """Its batches are all the same, but its memory is not."""
+    loop = fed_by(lambda n: asked.append(n) or torch.zeros(1), lambda batch: torch.ones(asked[-1], 16))
+    asked: list[int] = []
+    assert loop.find(60_000, strategy=strategy, max_batch_size=1000).exact_batch_size > 100
+
+
+def _on_ranks_with_unequal_data(rank: int, lengths: tuple[int, int]) -> dict[str, Any]:
+    loop = fed_by(lambda n: ROWS[: min(n, lengths[rank])])
+    return {strategy: loop.find("1GiB", strategy=strategy, max_batch_size=4096) for strategy in STRATEGIES}
+
+
+def test_ranks_agree_on_the_rows_that_all_of_them_have() -> None:
+    ranks = run_on_ranks(_on_ranks_with_unequal_data, 2, (20, 7))
+    for strategy in STRATEGIES:
+        results = [rank[strategy] for rank in ranks]
+        assert [result.exact_batch_size for result in results] == [7, 7]
+        tried = [[probe.batch_size for probe in result.probes] for result in results]
+        assert tried[0] == tried[1]
 
 
 # ---- state is restored
@@ -603,7 +726,7 @@ def test_a_first_step_at_a_size_with_other_operations_does_not_prevent_the_forec
     assert all(probe.fits for probe in found.probes)
 
 
-def test_steps_that_always_run_different_operations_are_searched_without_a_forecast_with_one_warning(
+def test_steps_that_always_run_different_operations_are_searched_by_their_peaks_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     loop = Perceptron()
@@ -616,9 +739,9 @@ def test_steps_that_always_run_different_operations_are_searched_without_a_forec
 
     loop.train_step = step_with_another_operation_for_each_size
     found = loop.find("64KiB", strategy="linear_extrapolation")
-    assert [probe.batch_size for probe in found.probes[:5]] == [2, 3, 2, 3, 6]
+    assert [probe.batch_size for probe in found.probes[:4]] == [2, 3, 2, 3]
     assert found.exact_batch_size == loop.find("64KiB", strategy="binary_search").exact_batch_size > 6
-    assert caplog.text.count("ran different operations: no forecast, the search doubles and bisects") == 1
+    assert caplog.text.count("ran different operations: the forecast goes by their peaks alone") == 1
 
 
 def test_probes_look_for_garbage_only_among_their_own_objects() -> None:
@@ -649,3 +772,20 @@ def test_a_compiled_model_on_a_cpu_is_refused(in_place: bool) -> None:
         loop.model = torch.compile(loop.model, backend="eager")
     with pytest.raises(InputError, match="`model` must not be compiled for a search on the CPU"):
         loop.find("1MiB")
+
+
+def test_data_that_a_step_changes_in_place_is_as_before() -> None:
+    data = torch.randn(4000, 8, generator=torch.Generator().manual_seed(1))
+    before = data.clone()
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(rows: torch.Tensor) -> None:
+        model(rows.sub_(1).div_(2)).sum().backward()
+        optimizer.step()
+
+    found = find_max_batch_size(
+        train_step, lambda n: data[:n], model=model, optimizer=optimizer, memory_limit="64KiB", margin=0.0
+    )
+    assert found.batch_size > 100
+    assert torch.equal(data, before)

@@ -150,6 +150,20 @@ def test_a_bound_on_rows_is_kept() -> None:
     assert all(probe.batch_size <= 3 for _, probe in found.shorter)
 
 
+def test_a_data_set_that_ends_before_memory_does_is_the_bound() -> None:
+    loop = Loop()
+    loop.make_batch = lambda rows, length: torch.ones(min(rows, 5), length, dtype=torch.long)
+    found = loop.find(10**6)
+    assert (found.max_tokens, found.longest.exact_batch_size, found.longest.bound) == (5 * SEQ_LEN, 5, 5)
+
+
+def test_shorter_rows_that_are_fewer_than_the_budget_allows_do_not_lower_it() -> None:
+    loop = Loop()
+    expected = loop.find(250_000).longest.exact_batch_size
+    loop.make_batch = lambda rows, length: torch.ones(min(rows, expected + 1), length, dtype=torch.long)
+    assert loop.find(250_000).max_tokens >= expected * SEQ_LEN
+
+
 # ---- on two ranks
 
 UNEQUAL = (90_000, 60_000)  # bytes

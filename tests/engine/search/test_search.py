@@ -141,9 +141,15 @@ def test_a_forecast_slightly_too_high_takes_few_failing_probes(excess: int) -> N
 
 
 @settings(max_examples=400)
-@given(limit=st.integers(0, 300), bound=st.integers(1, 300), seed=st.integers(0, 2**32 - 1), is_above=st.booleans())
+@given(
+    limit=st.integers(0, 300),
+    bound=st.integers(1, 300),
+    seed=st.integers(0, 2**32 - 1),
+    is_above=st.booleans(),
+    has_curves=st.booleans(),
+)
 def test_linear_extrapolation_is_safe_with_any_forecast_and_exact_with_one_above_the_sizes_that_fitted(
-    limit: int, bound: int, seed: int, is_above: bool
+    limit: int, bound: int, seed: int, is_above: bool, has_curves: bool
 ) -> None:
     generator = random.Random(seed)
     device = FitsUpTo(limit)
@@ -152,7 +158,10 @@ def test_linear_extrapolation_is_safe_with_any_forecast_and_exact_with_one_above
         above = [None, device.fitted + 1, device.fitted + generator.randint(1, 400)]
         return generator.choice(above if is_above else [None, -(2**40), -1, 0, generator.randint(-50, 400), 2**62])
 
-    answer = linear_extrapolation(device, forecast, max_batch_size=bound)
+    def curved() -> int | None:
+        return generator.choice([None, -1, 0, generator.randint(-50, 400), 2**62])
+
+    answer = linear_extrapolation(device, forecast, curved if has_curves else None, max_batch_size=bound)
     assert answer == device.fitted  # the largest size that was tried and fits, so never above the limit
     assert answer == min(limit, bound) or not is_above
     assert answer or 1 in device.asked

@@ -1,42 +1,101 @@
 """Recognise out-of-memory errors, and free the memory of a failed step. The only module that reads error texts."""
 
+import errno
 import gc
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
+from typing import NamedTuple
 
 import torch
 from torch.distributed import distributed_c10d
 
+_TOO_LITTLE_BYTES = 256 * 2**20  # outside torch's allocator, for what a library allocates at once (an estimate)
+
+
+def _device_is_full() -> bool:
+    """Whether CUDA's current device has too little memory left for what libraries allocate past torch's allocator."""
+    try:
+        return torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < _TOO_LITTLE_BYTES
+    except RuntimeError:  # after another error the device may not answer
+        return False
+
+
+def _workspace_may_have_failed() -> bool:
+    """Whether CUDA's allocator has refused memory in this process, or the device is full. True without CUDA."""
+    try:
+        if not torch.cuda.is_initialized():
+            return True
+        return torch.cuda.memory_stats().get("num_ooms", 0) > 0 or _device_is_full()
+    except RuntimeError:
+        return False
+
+
+class _Text(NamedTuple):
+    """A regular expression for what is printed after an allocation has failed.
+
+    ``source``: who prints it. ``counts``: whether it means that now, for one that is printed after other failures too.
+    """
+
+    pattern: str
+    source: str
+    counts: Callable[[], bool] = lambda: True
+
+
 _TEXTS = (
-    "CUDA out of memory",  # caching allocator, when re-raised as a plain RuntimeError
-    "CUDA error: out of memory",  # driver
-    "CUDA driver error: out of memory",
-    "Triton Error [CUDA]: out of memory",
-    "_STATUS_ALLOC_FAILED",  # CUBLAS, CUDNN, CUSOLVER, HIPBLAS
-    "CUFFT_ALLOC_FAILED",
-    "_ALLOCATION_FAILED",  # CUDNN_STATUS_INTERNAL_ERROR_HOST, _DEVICE
-    "CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input",  # no workspace
-    "Failed to CUDA calloc",
-    "HIP out of memory",
-    "HIP error: out of memory",
-    "XPU out of memory",
-    "MPS backend out of memory",
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
+    # CUDA and ROCm
+    _Text("(CUDA|HIP) out of memory", "torch, c10/cuda/CUDACachingAllocator.cpp, where re-raised as a RuntimeError"),
+    _Text("(CUDA|HIP) error: out of memory", "torch, c10/cuda/CUDAException.cpp"),
+    _Text("Caught OutOfMemoryError in ", "torch/_utils.py, from a replica, thread or worker"),
+    _Text(r"cuda runtime error \(2\) ?: out of memory", "torch before 1.5 and extensions, THC/THCGeneral.cpp"),
+    _Text(r"CUDA driver error: (out of memory|2(?!\d))", "torch, c10/cuda/driver_api.h; 2 is of memory"),
+    _Text("CUDA_ERROR_OUT_OF_MEMORY", "numba and cuda-python, by the name of the driver's error"),
+    _Text(r"Triton Error \[(CUDA|HIP)\]: .*out of memory", "triton, driver.c of backends/nvidia and backends/amd"),
+    _Text("NVRTC_ERROR_OUT_OF_MEMORY", "nvrtc.h"),
+    # libraries of CUDA and ROCm
+    _Text("_STATUS_ALLOC_FAILED", "cublas, cudnn, cusolver, cusparse, hipblas and hipsparse"),
+    _Text("_ALLOCATION_FAILED", "cudnn 9 (CUDNN_STATUS_INTERNAL_ERROR_HOST_..., _DEVICE_...), curand"),
+    _Text("CUFFT_ALLOC_FAILED", "cufft.h"),
+    _Text("MAGMA_ERR_(DEVICE|HOST)_ALLOC", "magma, magma_types.h"),
+    _Text("rocblas_status_memory_error", "rocblas-types.h"),
+    _Text("miopenStatusAllocFailed", "miopen.h"),
+    _Text("Failed to CUDA calloc", "nccl, include/alloc.h"),
+    _Text("CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input", "no workspace"),
+    # torch catches the allocator's error for each algorithm, and other errors too (pytorch/pytorch#108645)
+    _Text(
+        "(GET|FIND) was unable to find an engine to execute this computation",
+        "torch, native/cudnn/Conv_v8.cpp",
+        _workspace_may_have_failed,
+    ),
+    _Text("Unable to find a valid cuDNN algorithm", "torch, native/cudnn/Conv_v7.cpp", _workspace_may_have_failed),
+    _Text("CUSPARSE_STATUS_INSUFFICIENT_RESOURCES", "cusparse: memory, or its mode", _workspace_may_have_failed),
+    _Text("CUDNN_STATUS_INTERNAL_ERROR", "cudnn, for example at the first attention", _device_is_full),
+    _Text("CUBLAS_STATUS_NOT_INITIALIZED", "cublas, in cublasCreate", _device_is_full),
+    # other devices
+    _Text("XPU out of memory", "torch, c10/xpu/XPUCachingAllocator.cpp"),
+    _Text("_ERROR_OUT_OF_(DEVICE|HOST)_MEMORY", "oneAPI: unified runtime (UR_RESULT_), Level Zero (ZE_RESULT_), PI_"),
+    _Text("MPS backend out of memory", "torch, mps/MPSAllocator.mm"),
+    _Text(r"Invalid buffer size: [\d.]+ [KMGT]i?B", "torch, mps/MPSAllocator.mm: more than a buffer may have"),
+    _Text("NPU out of memory", "torch_npu, NPUCachingAllocator.cpp"),
+    _Text("PT_DEVMEM Allocation failed for size", "Gaudi's bridge (huggingface/optimum-habana#1469)"),
+    _Text("workspace Allocation of size .* failed", "Gaudi's bridge (HabanaAI/Model-References#10)"),
+    # host
+    _Text("DefaultCPUAllocator: (can't allocate|not enough) memory", "torch, c10/core/impl/alloc_cpu.cpp"),
+    _Text("Cannot allocate memory", "strerror(ENOMEM), for example of fork and mmap"),
+    _Text("std::bad_alloc", "C++"),
+    _Text("could not create a memory object", "oneDNN, dnnl.hpp"),
+    _Text("mkl_malloc: failed to allocate memory", "MKL in extensions (SYSTRAN/faster-whisper#390)"),
 )
-# What libraries say of an allocation that failed, but of other failures too: it depends on what the device has left.
-_UNCLEAR_TEXTS = ("CUDNN_STATUS_INTERNAL_ERROR", "CUBLAS_STATUS_NOT_INITIALIZED")
-_TOO_LITTLE_BYTES = 256 * 2**20  # outside torch's allocator, for what such a library allocates at once (an estimate)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` means that an allocation failed, on a device or on the host.
 
-    Some texts count only while the device has almost no free memory, so ask at once. False for errors of the
+    Some texts count only while the device has little free memory, so ask at once. False for errors of the
     collective library: see ``is_out_of_memory_in_collective``.
     """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    if _is_out_of_memory_by_type(error):
         return True
     return isinstance(error, RuntimeError) and not _is_of_collective(error) and _says_out_of_memory(str(error))
 
@@ -47,7 +106,7 @@ def is_out_of_memory_in_collective(error: BaseException, *, handled: BaseExcepti
     ``handled``: as for ``errors_behind``.
     """
     return any(
-        isinstance(one, (torch.OutOfMemoryError, MemoryError))
+        _is_out_of_memory_by_type(one)
         or "out of memory" in str(one)  # as in NCCL's "Cuda failure 2"
         or _says_out_of_memory(str(one))
         for one in errors_behind(error, handled=handled)
@@ -81,17 +140,12 @@ def _says_out_of_memory(message: str) -> bool:
     # For its message CUDA's allocator asks NVML for the processes on the GPU. Where NVML does not answer, as on a MIG
     # slice in a container, it raises another error instead (github.com/pytorch/pytorch/issues/197312).
     lacks_processes = "NVML_SUCCESS" in message and "CUDACachingAllocator" in message
-    if lacks_processes or any(text in message for text in _TEXTS):
-        return True
-    return any(text in message for text in _UNCLEAR_TEXTS) and _device_is_full()
+    return lacks_processes or any(re.search(text.pattern, message) and text.counts() for text in _TEXTS)
 
 
-def _device_is_full() -> bool:
-    """Whether CUDA's current device has too little memory left for what libraries allocate past torch's allocator."""
-    try:
-        return torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < _TOO_LITTLE_BYTES
-    except RuntimeError:  # after another error the device may not answer
-        return False
+def _is_out_of_memory_by_type(error: BaseException) -> bool:
+    is_by_number = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return is_by_number or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def _is_of_collective(error: BaseException) -> bool:

@@ -8,6 +8,9 @@ pass. A line through two peaks can therefore be wrong by 80 %.
 Some models loop over the rows of a batch. Bytes in a pass of the loop are linear in the pass and in the batch size. So
 a line through any two passes is that of a pass too: of one that keeps its distance from the loop's start, from its end,
 or between both.
+
+Some steps hold more than a line, such as the similarities of all rows with each other. Further timelines, at sizes that
+fit even if memory grows with the cube of the rows, make a polynomial of each line.
 """
 
 import math
@@ -15,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+_MOST_ROWS = 2**21  # above any size that is searched
+_CLOSEST = 0.99  # sizes closer than this differ by the rounding of an allocator more than by rows
 _LONGEST_PASS = 256  # operations
 _SAME_AFTER_LOOP = 8  # operations, before which another loop may not begin
 _ACCUMULATING = ("aten.add.Tensor", "aten.detach.default")  # gradients: the first pass does not add, the last detaches
@@ -78,6 +83,90 @@ class Forecast:
         if not growing:
             return None
         return min((limit_bytes - line.intercept_bytes) / line.slope_bytes for line in growing)
+
+
+@dataclass(frozen=True)
+class CurvedForecast:
+    """The peak of a train step whose memory grows with a power of the rows, up to their cube.
+
+    The bytes after an operation are a polynomial of the batch size ``n``, written with the largest ``sizes`` a > b > c
+    as ``w + (n - a) * (x + (n - b) * (y + (n - c) * z))``. Steps of four sizes determine it. With fewer, growth is
+    taken to be as steep as that of a cube, so that a size forecast to fit does fit. So it is, too, if bytes grow with a
+    power between whole ones. They never fall in the forecast, and grow at least along the line through a and b.
+    """
+
+    sizes: tuple[int, int, int]
+    coefficients: frozenset[tuple[float, float, float, float]]
+
+    @classmethod
+    def from_timelines(cls, timelines: Iterable[Timeline]) -> "CurvedForecast | None":
+        """Make a forecast from steps of at least two sizes, such as 2 and 3. None if operations differ, but for loops.
+
+        Of sizes that are very close to each other, only the largest counts.
+        """
+        steps: list[Timeline] = []
+        for step in sorted(timelines, key=lambda step: step.batch_size, reverse=True):
+            if len(steps) < 4 and (not steps or step.batch_size <= _CLOSEST * steps[-1].batch_size):
+                steps.append(step)
+        columns: list[Iterable[int]] = []
+        for step in steps:
+            more_rows = steps[0].batch_size - step.batch_size
+            places = _places_in(step.operations, steps[0].operations, more_rows=more_rows)
+            if places is None:
+                return None
+            columns.append([step.live_bytes[place] for place in places])
+        sizes = [step.batch_size for step in steps]
+        a, b, c, *_ = [*sizes, 0]
+        return cls((a, b, c), frozenset(_curve(sizes, row) for row in set(zip(*columns, strict=True))))
+
+    def peak_bytes(self, batch_size: float) -> float:
+        """Return the forecast peak at ``batch_size``."""
+        a, b, c = (batch_size - size for size in self.sizes)
+        return max(w + a * (x + b * (y + c * z)) for w, x, y, z in self.coefficients)
+
+    def largest_batch_size(self, limit_bytes: float) -> int | None:
+        """Return the largest batch size from the largest step on with a peak of at most ``limit_bytes``.
+
+        None: memory does not grow with it.
+        """
+        if not any(x or y or z for _, x, y, z in self.coefficients):
+            return None
+        fitted, failed = self.sizes[0], _MOST_ROWS
+        while failed - fitted > 1:
+            middle = (fitted + failed) // 2
+            fitted, failed = (middle, failed) if self.peak_bytes(middle) <= limit_bytes + 0.5 else (fitted, middle)
+        return fitted
+
+    def crossing(self, limit_bytes: float) -> float | None:
+        """Return the fractional batch size where the peak reaches ``limit_bytes``. None: memory does not grow."""
+        largest = self.largest_batch_size(limit_bytes)
+        if largest is None:
+            return None
+        peak_bytes = self.peak_bytes(largest)
+        return largest + (limit_bytes - peak_bytes) / (self.peak_bytes(largest + 1) - peak_bytes)
+
+
+def _curve(sizes: Sequence[int], live_bytes: Sequence[int]) -> tuple[float, float, float, float]:
+    """Return the coefficients of an operation's ``live_bytes`` at ``sizes``, the largest first.
+
+    They are Newton's divided differences. Those not known yet follow from the last one known, as in a cube.
+
+    >>> _curve((5, 3, 2), (125, 27, 8)) == _curve((5, 3, 2, 1), (125, 27, 8, 1))
+    True
+    """
+    a, b, c, *_ = [*sizes, 0]
+    found: list[float] = [live_bytes[0]]
+    differences: list[float] = list(live_bytes)
+    for order in range(1, len(sizes)):
+        pairs = zip(differences, differences[1:], sizes, sizes[order:], strict=False)
+        differences = [(high - low) / (large - small) for high, low, large, small in pairs]
+        found.append(differences[0])
+    if len(found) == 2:
+        found.append(found[1] * (a + b) / (a * a + a * b + b * b))
+    if len(found) == 3:
+        found.append(found[2] / (a + b + c))
+    w, x, y, z = found
+    return w, max(x, 0), max(y, 0), max(z, 0) if y > 0 else 0
 
 
 def operation_lines(small: Timeline, large: Timeline) -> list[Line] | None:

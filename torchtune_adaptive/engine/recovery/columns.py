@@ -70,7 +70,7 @@ def copied(batch: Any) -> Any:
     if (named := named_values(batch)) is not None:
         return _with_values(batch, {name: copied(value) for name, value in named})
     if isinstance(batch, list | tuple):
-        return type(batch)(map(copied, batch))
+        return type(batch)(batch if _has_only_numbers(batch) else map(copied, batch))
     if isinstance(batch, torch.Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
     return batch.copy() if _is_array(batch) else batch
@@ -87,6 +87,8 @@ def was_changed(given: Any, original: Any, *, has_own_names: bool = True) -> boo
         is_changed = not has_own_names and list(now) != [name for name, _ in named]
         values = [(now[name], value) for name, value in named if name in now]
         return is_changed or any(was_changed(*both, has_own_names=has_own_names) for both in values)
+    if isinstance(original, list | tuple) and _has_only_numbers(original):
+        return list(given) != list(original)
     if isinstance(original, list | tuple):
         both = list(zip(given, original, strict=False))
         return len(given) != len(original) or any(was_changed(*one, has_own_names=False) for one in both)
@@ -121,6 +123,11 @@ def named_values(value: Any) -> list[tuple[str, Any]] | None:
 def _is_array(value: Any) -> bool:
     """Whether a value is a tensor or an array with dimensions."""
     return getattr(value, "ndim", 0) > 0 and hasattr(value, "shape")
+
+
+def _has_only_numbers(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether a list has only numbers and texts, such as the token ids of a long row."""
+    return {*map(type, values)} <= {int, float, bool, str}
 
 
 def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

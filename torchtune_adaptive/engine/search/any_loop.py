@@ -50,7 +50,8 @@ def find_max_batch_size(
         train_step: a whole step on a batch: forward pass, loss, backward pass, optimizer step. If training uses
             gradient accumulation, run the forward and backward pass twice: the second one needs more memory, because
             gradients of the first one exist.
-        make_batch: ``make_batch(n)`` returns a worst-case batch of n samples, as long as any in training.
+        make_batch: ``make_batch(n)`` returns a worst-case batch of n samples, as long as any in training. If it returns
+            fewer, as at the end of a data set, their number is the largest size that is tried.
         model: on the CPU or on CUDA; plain, FSDP2, or any other model whose ranks issue the same collectives.
         optimizer: the optimizer, or several. A step of two samples creates their state before memory is measured. If a
             gradient scaler skips this step, the search creates it for Adam and AdamW only.
@@ -166,7 +167,9 @@ def find_max_tokens(
         longest = search(
             workload, lambda rows: make_batch(rows, seq_len), options, start=SMALL_BATCH_SIZES[0], bound=bound
         )
-        budget, tried = search_token_budget(workload, make_batch, options, longest, seq_len=seq_len, max_rows=bound)
+        budget, tried = search_token_budget(
+            workload, make_batch, options, longest, seq_len=seq_len, max_rows=longest.bound
+        )
     return TokenSearchResult(max_tokens=budget, seq_len=seq_len, longest=longest, shorter=tuple(tried))
 
 

@@ -8,7 +8,7 @@ from torchtune_adaptive.engine.memory.devices import check_limit
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.search.options import SearchOptions, Strategy
-from torchtune_adaptive.engine.search.probe import Prober
+from torchtune_adaptive.engine.search.probe import NoMoreRows, Prober
 from torchtune_adaptive.engine.search.strategies import (
     Fits,
     SearchResult,
@@ -35,13 +35,15 @@ def search(
 ) -> SearchResult:
     """The largest batch size up to ``bound`` and ``options.max_batch_size`` that fits on every rank. A collective.
 
+    If ``make_batch`` returns fewer rows than it is asked for, their number is the bound.
+
     Restores models, optimizers, random generators and meter. See ``find_max_batch_size``.
     Args:
         make_batch: ``make_batch(n)`` returns a worst-case batch of n rows.
         start: the first size of a binary search.
 
     Raises:
-        InputError: the memory limit cannot be applied.
+        InputError: the memory limit cannot be applied, or ``make_batch`` always returns the same batch.
         NothingFitsError: one row does not fit.
     """
     check_limit(options.memory_limit_bytes, workload.device)
@@ -51,6 +53,9 @@ def search(
     bar = Bar(desc="searching batch size", unit=" probes", disable=workload.consensus.rank != 0)
 
     def fits(batch_size: int) -> bool:
+        for probe in prober.probes:  # the search may have begun again
+            if probe.batch_size == batch_size:
+                return probe.fits
         bar.set_postfix_str(f"trying {batch_size}")
         fits = prober.fits(batch_size)
         bar.update()
@@ -67,7 +72,13 @@ def search(
         warm = warm and workload.create_states(meter)  # a gradient scaler may have skipped the optimizer's step
         # Context, communicators and optimizer state are allocated now, so that the remaining memory is known.
         limit_bytes = workload.consensus.min_over_ranks(_limit_meter(meter, options))
-        exact = _run_strategy(options.strategy, fits, prober, start=start, bound=bound) if warm else 0
+        exact = 0
+        while warm:
+            try:
+                exact = _run_strategy(options.strategy, fits, prober, start=start, bound=bound)
+                break
+            except NoMoreRows as end:
+                bound = end.rows
         if exact == 0:
             raise _nothing_fits(meter, limit_bytes, options.margin, workload.consensus)
         forecast_rows = prober.rows_by_forecast(exact) if exact < bound else None
@@ -113,7 +124,7 @@ def _run_strategy(strategy: Strategy, fits: Fits, prober: Prober, *, start: int,
         return decrease_until_oom(fits, max_batch_size=bound)
     if strategy == "binary_search":
         return binary_search(fits, start=start, max_batch_size=bound)
-    return linear_extrapolation(fits, prober.largest_forecast, max_batch_size=bound)
+    return linear_extrapolation(fits, prober.largest_forecast, prober.largest_along_curves, max_batch_size=bound)
 
 
 def _rounded(exact: int, fits: Fits, prober: Prober) -> int:

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -10,11 +11,68 @@ import torch
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
-from torchtune_adaptive.engine.memory.timeline import Forecast, Timeline
-from torchtune_adaptive.engine.search.strategies import FAILURES, SMALL_BATCH_SIZES, Probe
+from torchtune_adaptive.engine.memory.timeline import CurvedForecast, Forecast, Timeline
+from torchtune_adaptive.engine.recovery.columns import copied, was_changed
+from torchtune_adaptive.engine.search.strategies import FAILURES, NO_BOUND, SMALL_BATCH_SIZES, Probe
 from torchtune_adaptive.engine.search.workload import Workload
+from torchtune_adaptive.errors import InputError
 
 log = logging.getLogger(__name__)
+
+_MOST_ITEMS = 8  # of a list in a batch are looked into
+
+
+class NoMoreRows(Exception):
+    """A batch has fewer rows than it was asked for. All ranks raise it together.
+
+    Attributes:
+        rows: as many as the rank with the fewest has.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.rows = rows
+
+
+class BatchRows:
+    """Counts the rows of batches: dimensions and lengths that were 2 in a batch of 2 rows, and 3 in one of 3.
+
+    Where there are none, as in an object of an unknown class, every batch has the rows that it was asked for.
+    """
+
+    def __init__(self, make_batch: Callable[[int], Any]) -> None:
+        few, more = SMALL_BATCH_SIZES
+        self._few, in_more = (dict(_lengths(make_batch(rows))) for rows in (few, more))
+        self._places = [place for place, length in self._few.items() if (length, in_more.get(place)) == (few, more)]
+        self._is_the_same = self._few == in_more
+
+    def count(self, batch: Any, asked: int) -> int:
+        """The rows of ``batch``, which has ``asked`` or fewer."""
+        lengths = dict(_lengths(batch))
+        return min(max((lengths[place] for place in self._places if place in lengths), default=asked), asked)
+
+    def is_the_same(self, batch: Any) -> bool:
+        """Whether ``batch`` and those of 2 and 3 rows all have the same lengths."""
+        return self._is_the_same and dict(_lengths(batch)) == self._few
+
+
+def _lengths(value: Any, *place: object) -> Iterator[tuple[tuple[object, ...], Any]]:
+    """Yield each dimension, length and plain value in a batch, with its place. Other objects equal nothing."""
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple):
+        yield from (((*place, "dimension", number), size) for number, size in enumerate(shape))
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield from _lengths(value[key], *place, key)
+    elif isinstance(value, list | tuple):
+        yield (*place, "length"), len(value)
+        for index, one in enumerate(value[:_MOST_ITEMS]):
+            yield from _lengths(one, *place, index)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _lengths(getattr(value, field.name, None), *place, field.name)
+    else:
+        yield (*place, "value"), repr(value) if isinstance(value, str | bytes | int | float | None) else object()
 
 
 class Prober:
@@ -26,7 +84,8 @@ class Prober:
     Args:
         make_batch: ``make_batch(n)`` returns a worst-case batch of n rows.
         meter: the meter of the workload's device, with the limit of this rank.
-        forecasts: record timelines of the small sizes, for ``largest_forecast``.
+        forecasts: record timelines of the small sizes, for ``largest_forecast``; ``largest_along_curves`` has those of
+            later sizes recorded too.
 
     Attributes:
         probes: every size that was tried, in order.
@@ -46,8 +105,12 @@ class Prober:
         self._consensus = workload.consensus
         self._timeline_sizes = SMALL_BATCH_SIZES if forecasts else ()
         self._timelines: dict[int, Timeline] = {}
+        self._rows: BatchRows | None = None
+        self._made_rows, self._made_the_same = 0, False
+        self._is_curved = False
         self._has_traced_again = False
         self._has_explained = False
+        self._gives_copies = True  # until a step has left its batch as it was: it may be a view of the user's data
         self.probes: list[Probe] = []
 
     def warm_up(self, bound: int, *, after_failure: Callable[[], None]) -> bool:
@@ -59,13 +122,20 @@ class Prober:
         for batch_size in (SMALL_BATCH_SIZES[0], 1):
             if batch_size <= bound:
                 if self._attempt(batch_size, timeline=False).fits:
+                    if bound >= SMALL_BATCH_SIZES[-1]:
+                        self._look_for_rows()
                     return True
                 after_failure()
         return False
 
+    def _look_for_rows(self) -> None:
+        found: list[BatchRows] = []
+        outcome = run_with_votes(lambda: found.append(BatchRows(self._make_batch)), self._consensus)
+        self._rows = found[0] if outcome is Outcome.DONE else None
+
     def fits(self, batch_size: int) -> bool:
         """Whether a step of ``batch_size`` rows fits on every rank. A collective; all ranks get the same answer."""
-        probe = self._attempt(batch_size, timeline=batch_size in self._timeline_sizes)
+        probe = self._attempt(batch_size, timeline=self._is_curved or batch_size in self._timeline_sizes)
         self.probes.append(probe)
         return probe.fits
 
@@ -86,6 +156,22 @@ class Prober:
             return None
         largest = self._consensus.min_over_ranks(-1 if mine is None else mine)
         return None if largest < 0 else largest
+
+    def largest_along_curves(self) -> int | None:
+        """Forecast as ``largest_forecast`` does, where memory does not grow along lines. A collective.
+
+        None if memory has not grown yet on any rank. From the first call on, all steps are recorded.
+        """
+        self._is_curved = True
+        forecast, limit_bytes = self._forecast(), self._meter.limit_bytes
+        mine = None
+        if forecast is not None and limit_bytes is not None:
+            tried, peak_bytes = max(self._fitted_bytes().items())
+            forecast_bytes = forecast.peak_bytes(tried)
+            # What the allocator takes beyond the forecast grows in proportion.
+            mine = forecast.largest_batch_size(limit_bytes * forecast_bytes / max(peak_bytes, forecast_bytes))
+        largest = self._consensus.min_over_ranks(NO_BOUND if mine is None else mine)
+        return largest if largest < NO_BOUND else None
 
     def rows_by_forecast(self, fitted: int) -> float | None:
         """The forecast of the largest batch size, before it is rounded down to ``fitted`` rows. A collective.
@@ -109,9 +195,9 @@ class Prober:
         sizes = sorted({fitted + 1, *(probe.batch_size for probe in self.probes)})
         return tuple((size, round(forecast.peak_bytes(size) + missed_bytes)) for size in sizes)
 
-    def _corrected_forecast(self, fitted: int) -> tuple[Forecast | None, float]:
+    def _corrected_forecast(self, fitted: int) -> tuple[Forecast | CurvedForecast | None, float]:
         """This rank's forecast, and how many bytes the probe of ``fitted`` rows took more than it says."""
-        forecast = self._forecast() if self._has_timelines() else None
+        forecast = self._forecast()
         peak_bytes = next((probe.peak_bytes for probe in self.probes if probe.batch_size == fitted), None)
         if forecast is None or peak_bytes is None:
             return None, 0.0
@@ -119,34 +205,48 @@ class Prober:
 
     def _explain_missing_forecast(self) -> None:
         """Log once why a forecast from the two recorded steps is not possible."""
-        if self._has_timelines() and self._forecast() is None and not self._has_explained:
+        if self._has_timelines() and self._lines() is None and not self._has_explained:
             self._has_explained = True
             if self._consensus.rank == 0:
                 sizes = " and ".join(map(str, self._timeline_sizes))
-                log.warning(
-                    f"Steps of {sizes} rows ran different operations: no forecast, the search doubles and bisects."
-                )
+                log.warning(f"Steps of {sizes} rows ran different operations: the forecast goes by their peaks alone.")
 
     def _must_trace_again(self) -> bool:
         """Whether the small sizes ran different operations, only once: the first step at a size may compile kernels."""
-        return self._has_timelines() and not self._has_traced_again and self._forecast() is None
+        return self._has_timelines() and not self._has_traced_again and self._lines() is None
 
     def _has_timelines(self) -> bool:
-        return len(self._timelines) == len(SMALL_BATCH_SIZES)
+        return self._timelines.keys() >= set(SMALL_BATCH_SIZES)
 
-    def _forecast(self) -> Forecast | None:
+    def _forecast(self) -> Forecast | CurvedForecast | None:
+        """The forecast that the search goes by; None without one."""
+        return self._curves() if self._is_curved else self._lines()
+
+    def _lines(self) -> Forecast | None:
+        if not self._has_timelines():
+            return None
         small, large = (self._timelines[batch_size] for batch_size in SMALL_BATCH_SIZES)
         return Forecast.from_timelines(small, large)
 
+    def _curves(self) -> CurvedForecast | None:
+        """The forecast by all steps that fitted: by their operations, or if these differ, by their peaks alone."""
+        fitted = self._fitted_bytes()
+        forecast = None
+        if fitted.keys() <= self._timelines.keys():
+            forecast = CurvedForecast.from_timelines(self._timelines[size] for size in fitted)
+        return forecast or CurvedForecast.from_timelines(
+            Timeline(size, ("step",), (peak_bytes,)) for size, peak_bytes in fitted.items()
+        )
+
+    def _fitted_bytes(self) -> dict[int, int]:
+        """The peaks of this rank at the sizes that fitted."""
+        return {probe.batch_size: probe.peak_bytes for probe in self.probes if probe.fits}
+
     def _forecast_here(self) -> int | None:
-        forecast = self._forecast() if self._has_timelines() else None
+        forecast = self._lines()
         if forecast is None or self._meter.limit_bytes is None:
             return None
-        missed_bytes = {
-            probe.batch_size: probe.peak_bytes - forecast.peak_bytes(probe.batch_size)
-            for probe in self.probes
-            if probe.fits
-        }
+        missed_bytes = {size: peak - forecast.peak_bytes(size) for size, peak in self._fitted_bytes().items()}
         tried, small = max(missed_bytes), SMALL_BATCH_SIZES[-1]
         tried_bytes, small_bytes = forecast.peak_bytes(tried), forecast.peak_bytes(small)
         # What the allocator takes beyond the forecast is on a line: from zero to the small step, or between two steps.
@@ -186,7 +286,7 @@ class Prober:
         self._workload.clean_up()
         if outcome is not Outcome.DONE:
             settings.restore()
-        return Probe(
+        probe = Probe(
             batch_size=batch_size,
             fits=worst == 0,
             peak_bytes=peak_bytes,
@@ -194,9 +294,38 @@ class Prober:
             seconds=time.perf_counter() - started,
             failure=FAILURES[worst - 1] if worst else "",
         )
+        if self._rows is not None:
+            self._check_rows(probe)
+        return probe
+
+    def _check_rows(self, probe: Probe) -> None:
+        """Check that the last batch had as many rows as it should. A collective.
+
+        Raises:
+            NoMoreRows: it had fewer on some rank.
+            InputError: on every rank it was the same as for other sizes, and so was the memory.
+        """
+        peaks_bytes = [earlier.peak_bytes for earlier in self.probes] or [probe.peak_bytes]
+        is_the_same = self._made_the_same and probe.fits and probe.peak_bytes in peaks_bytes
+        negated_rows, differs = self._consensus.begin_max(-self._made_rows, not is_the_same)()
+        if not differs and probe.batch_size > SMALL_BATCH_SIZES[0]:
+            *others, last = sorted({*SMALL_BATCH_SIZES, probe.batch_size})
+            raise InputError(
+                "`make_batch` must return as many rows as it is asked for, but returned the same batch for"
+                f" {', '.join(map(str, others))} and {last}; if there are no more rows, give their number as the"
+                " largest to try."
+            )
+        if -negated_rows < probe.batch_size:
+            raise NoMoreRows(max(-negated_rows, 1))
 
     def _step(self, batch_size: int) -> None:
+        self._made_rows, self._made_the_same = batch_size, False
         batch = self._make_batch(batch_size)
-        self._meter.count(batch)
+        if self._rows is not None:
+            self._made_rows = self._rows.count(batch, batch_size)
+            self._made_the_same = self._rows.is_the_same(batch)
+        given = copied(batch) if self._gives_copies else batch
+        self._meter.count(given)
         with self._meter:
-            self._workload.train_step(batch)
+            self._workload.train_step(given)
+        self._gives_copies = self._gives_copies and was_changed(given, batch)

@@ -5,6 +5,7 @@ above a failed one fail too. A strategy returns 0 if one row does not fit. Any o
 distributed run ``fits`` must return the same answer on every rank, so that all ranks try the same sizes.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -111,35 +112,76 @@ def binary_search(fits: Fits, *, start: int, max_batch_size: int) -> int:
     return bisect(fits, fitted=fitted, failed=failed)
 
 
-_MOST_CORRECTIONS = 4  # of the forecast, before it is no longer followed
+_MOST_CORRECTIONS = 3  # of the forecast along lines, before it is no longer followed
+_MOST_MISSES = 2  # of it
+_MOST_SLOW_STEPS = 2  # along curves, by one row; and the most steps there, before they are made larger
+_MOST_STEPS = 8
 
 
-def linear_extrapolation(fits: Fits, forecast: Callable[[], int | None], *, max_batch_size: int) -> int:
+def linear_extrapolation(
+    fits: Fits,
+    forecast: Callable[[], int | None],
+    curved: Callable[[], int | None] | None = None,
+    *,
+    max_batch_size: int,
+) -> int:
     """Largest size in [1, max_batch_size] that fits: two small sizes, a forecast, and a probe of the forecast size.
 
     ``forecast()`` returns the largest size that should fit by all probes so far, or None if a forecast is not possible.
-    It is called again after each probe, until it returns no size above the largest one that fitted. If a forecast is
-    too high, the search steps down from the failure with doubling steps. Without a forecast the search bisects. So it
-    does if the forecast was corrected often: memory then does not grow as in the small steps.
+    It is called again after each probe, until it returns no size above the largest one that fitted. After a size that
+    does not fit, the size below is tried. If that does not fit either, or there is no forecast, or it was corrected
+    often, memory is no line: the search goes on by ``along_curves`` with the forecast ``curved``.
     """
-    fitted, failed, stride, num_corrections = 0, max_batch_size + 1, 1, 0
+    fitted, failed, num_misses, num_corrections = 0, max_batch_size + 1, 0, 0
     for size in SMALL_BATCH_SIZES:
         if size < failed and fits(size):
             fitted = size
         else:
             failed = min(size, failed)
             break
-    while failed - fitted > 1:
-        candidate = None if num_corrections > _MOST_CORRECTIONS else forecast()
-        if candidate is not None and candidate <= fitted and fitted:
+    if fitted < SMALL_BATCH_SIZES[-1]:
+        return bisect(fits, fitted=fitted, failed=failed)
+    while failed - fitted > 1 and num_misses < _MOST_MISSES and num_corrections <= _MOST_CORRECTIONS:
+        candidate = forecast()
+        if candidate is None:
             break
-        num_corrections += candidate is not None and fitted > SMALL_BATCH_SIZES[-1]
-        if candidate is None or candidate < 1:
-            candidate = 2 * fitted if failed > max_batch_size and fitted else (fitted + failed) // 2
-        elif candidate >= failed and failed <= max_batch_size:
-            candidate, stride = max(failed - stride, (fitted + failed) // 2), 2 * stride
+        if candidate <= fitted:
+            return fitted
+        num_corrections += fitted > SMALL_BATCH_SIZES[-1]
         if fits(candidate := min(candidate, failed - 1)):
             fitted = candidate
+        else:
+            failed, num_misses = candidate, num_misses + 1
+    return along_curves(fits, curved or forecast, fitted=fitted, failed=failed, max_batch_size=max_batch_size)
+
+
+def along_curves(
+    fits: Fits, forecast: Callable[[], int | None], *, fitted: int, failed: int, max_batch_size: int
+) -> int:
+    """Largest size in [fitted, failed) that fits, where memory grows with a power of the rows.
+
+    ``forecast()`` is as for ``linear_extrapolation``, but should be too low rather than too high until it is right.
+    The size above the largest that fits is always tried. If memory is a polynomial of at most third degree, with no
+    negative coefficients, the whole search takes at most 8 steps that fit and 3 that do not.
+    """
+    least, num_steps, num_slow, was_too_high = 1, 0, 0, False
+    while failed - fitted > 1:
+        candidate = forecast()
+        if failed <= max_batch_size and (candidate is None or candidate >= failed):
+            candidate = math.isqrt(fitted * failed)
+            if not was_too_high:  # perhaps by little, because of the allocator
+                candidate, was_too_high = max(candidate, failed - 2), True
+        elif candidate is None:
+            candidate = 2 * fitted
+        elif candidate > 4 * fitted:
+            candidate -= (candidate - fitted) // 8  # far from what was measured
+        step = min(least, (failed - fitted) // 2)
+        candidate = min(max(candidate, fitted + step), failed - 1)
+        num_steps, num_slow = num_steps + 1, num_slow + (candidate == fitted + step)
+        if fits(candidate):
+            fitted = candidate
+            if num_slow > _MOST_SLOW_STEPS or num_steps > _MOST_STEPS:
+                least *= 4
         else:
             failed = candidate
     return fitted

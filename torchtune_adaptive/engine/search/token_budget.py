@@ -72,7 +72,7 @@ def search_token_budget(
     def largest_rows_at(length: int, bound: int) -> int:
         found = search(workload, lambda rows: make_batch(rows, length), from_above, start=bound, bound=bound)
         tried.extend((length, probe) for probe in found.probes)
-        return found.exact_batch_size
+        return bound if found.exact_batch_size == found.bound else found.exact_batch_size  # the data may have fewer
 
     is_bounded = longest.exact_batch_size == longest.bound  # else memory was the bound
     budget = largest_token_budget(

@@ -1,0 +1,264 @@
+"""Where memory is no line in the rows, the search is exact too, in few steps and with few errors."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from benchmarks.support.ranks import run_on_ranks
+from tests.engine.search.test_find_max_batch_size import CPU, peak_of
+from torchtune_adaptive import SearchResult, find_max_batch_size
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.memory.meter import MemoryMeter
+from torchtune_adaptive.engine.search.probe import Prober
+from torchtune_adaptive.engine.search.strategies import linear_extrapolation
+
+MOST_FITS, MOST_FAILURES = 8, 3
+NO_BOUND = 2**20
+MIB = 2**20
+
+Law = Callable[[int], float]
+
+
+class Card(MemoryMeter):
+    """A device where the bytes after each operation of a step follow a law.
+
+    Args:
+        block_bytes: allocated bytes are rounded up to a multiple of this, for each operation.
+        reserved_bytes: what is reserved is a multiple of this.
+    """
+
+    def __init__(self, *laws: Law, block_bytes: int = 1, reserved_bytes: int = 1) -> None:
+        super().__init__()
+        self._laws = laws
+        self._blocks = block_bytes, reserved_bytes
+
+    def live_bytes(self, rows: int) -> list[int]:
+        return [_rounded_up(int(law(rows)), self._blocks[0]) for law in self._laws]
+
+    def needs(self, rows: int) -> int:
+        return _rounded_up(max(self.live_bytes(rows)), self._blocks[1])
+
+    def step(self, rows: int) -> None:
+        assert self.limit_bytes is not None
+        self._peak_bytes = min(self.needs(rows), self.limit_bytes)
+        if self.needs(rows) > self.limit_bytes:
+            raise torch.OutOfMemoryError("on purpose")
+        if self._recording is not None:
+            self._recording += [(f"operation {place}", live) for place, live in enumerate(self.live_bytes(rows))]
+
+    def search(self, *, limit_bytes: int, bound: int = NO_BOUND) -> "Found":
+        """What linear extrapolation finds, with the prober of a real search."""
+        self.limit_bytes = limit_bytes
+        workload: Any = SimpleNamespace(
+            consensus=Consensus(), model=nn.Identity(), device=CPU, train_step=self.step, clean_up=lambda: None
+        )
+        prober = Prober(workload, lambda rows: rows, meter=self, forecasts=True)
+        rows = linear_extrapolation(
+            prober.fits, prober.largest_forecast, prober.largest_along_curves, max_batch_size=bound
+        )
+        return Found(rows, [(probe.batch_size, probe.fits) for probe in prober.probes])
+
+    @property
+    def available_bytes(self) -> int:
+        return 2**60
+
+    def count(self, values: Any) -> None: ...
+
+    def __enter__(self) -> "Card":
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+class Found:
+    """What a search has found, and the sizes that it tried."""
+
+    def __init__(self, rows: int, tried: Sequence[tuple[int, bool]]) -> None:
+        self.rows = rows
+        self.tried = tried
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Whole steps, and steps that ran out of memory."""
+        num_fits = sum(fits for _, fits in self.tried)
+        return num_fits, len(self.tried) - num_fits
+
+    def is_cheap(self) -> bool:
+        return self.counts[0] <= MOST_FITS and self.counts[1] <= MOST_FAILURES
+
+
+def _rounded_up(size: int, block: int) -> int:
+    return -(-size // block) * block
+
+
+def polynomial(*coefficients: float) -> Law:
+    return lambda rows: sum(factor * rows**power for power, factor in enumerate(coefficients))
+
+
+coefficients = st.tuples(st.integers(0, 10**9), *(st.just(0) | st.integers(1, 10**6) for _ in range(3)))
+
+
+@settings(max_examples=60)
+@given(coefficients, st.integers(1, 20_000), st.floats(0, 0.999))
+def test_memory_that_is_a_polynomial_takes_few_steps_and_few_errors(
+    factors: tuple[int, int, int, int], rows: int, fraction: float
+) -> None:
+    assume(any(factors[1:]))
+    card = Card(polynomial(*factors))
+    limit_bytes = card.needs(rows) + int(fraction * (card.needs(rows + 1) - card.needs(rows)))
+    found = card.search(limit_bytes=limit_bytes)
+    assert found.rows == rows
+    assert found.is_cheap(), found.tried
+
+
+@settings(max_examples=60)
+@given(st.lists(coefficients, min_size=2, max_size=5), st.integers(1, 20_000), st.floats(0, 0.999))
+def test_so_does_a_step_whose_operations_follow_different_polynomials(
+    operations: list[tuple[int, int, int, int]], rows: int, fraction: float
+) -> None:
+    card = Card(*(polynomial(*factors) for factors in operations))
+    assume(card.needs(rows + 1) > card.needs(rows))
+    limit_bytes = card.needs(rows) + int(fraction * (card.needs(rows + 1) - card.needs(rows)))
+    found = card.search(limit_bytes=limit_bytes)
+    assert found.rows == rows
+    assert found.is_cheap(), found.tried
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([1.5, 2.0, 2.5, 3.0]),
+    st.floats(2000, 10**6),
+    st.integers(0, 10**9),
+    st.integers(10, 2000),
+    st.floats(0, 0.999),
+    st.sampled_from([(1, 1), (512, 1), (512, 2 * MIB)]),
+)
+def test_so_does_a_power_where_the_allocator_rounds_up(
+    power: float, factor: float, constant: int, rows: int, fraction: float, blocks: tuple[int, int]
+) -> None:
+    card = Card(lambda n: constant + factor * n**power, block_bytes=blocks[0], reserved_bytes=blocks[1])
+    row_bytes = factor * ((rows + 1) ** power - rows**power)
+    assume(row_bytes > 2 * blocks[1])  # otherwise several sizes reserve the same
+    assume(power >= 2 or rows <= 500)  # above, a power below 2 takes a step or two more
+    limit_bytes = card.needs(rows) + int(fraction * (card.needs(rows + 1) - card.needs(rows)))
+    found = card.search(limit_bytes=limit_bytes)
+    assert found.rows == rows
+    assert found.is_cheap(), found.tried
+
+
+def test_memory_that_is_a_line_takes_three_steps_and_no_error() -> None:
+    card = Card(polynomial(10**6, 1234), polynomial(2 * 10**6, 3), polynomial(0, 2000))
+    for rows in (4, 50, 3000):
+        found = card.search(limit_bytes=card.needs(rows))
+        assert found.tried == [(2, True), (3, True), (rows, True)]
+
+
+def test_growth_that_blocks_hide_in_the_small_steps_is_found() -> None:
+    """Similarities of 2 and of 3 rows both take one block; so do the rows."""
+    card = Card(lambda n: 10**6 + 64 * n + 8 * n**2, block_bytes=512)
+    for limit_bytes in (2 * MIB, 10 * MIB, 1000 * MIB):
+        found = card.search(limit_bytes=limit_bytes)
+        assert card.needs(found.rows) <= limit_bytes < card.needs(found.rows + 1)
+        assert found.is_cheap(), found.tried
+
+
+def test_steps_that_run_other_operations_at_each_size_are_forecast_by_their_peaks() -> None:
+    class Unlike(Card):
+        def step(self, rows: int) -> None:
+            super().step(rows)
+            if self._recording is not None:
+                self._recording.append((f"only for {rows} rows", 0))
+
+    card = Unlike(polynomial(10**6, 500, 3))
+    found = card.search(limit_bytes=20 * MIB)
+    assert card.needs(found.rows) <= 20 * MIB < card.needs(found.rows + 1)
+    assert [rows for rows, _ in found.tried[:4]] == [2, 3, 2, 3]
+    assert found.is_cheap(), found.tried
+
+
+# ---- real steps
+
+
+class Similarities:
+    """As in contrastive learning: each row is compared with all others."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def make_batch(self, rows: int) -> torch.Tensor:
+        return torch.randn(rows, 16)
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        rows = F.normalize(self.model(batch))
+        return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)), reduction="sum")
+
+    def train_step(self, batch: torch.Tensor) -> None:
+        for _ in range(2):
+            self.loss(batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def find(self, memory_limit: int | str, **options: Any) -> SearchResult:
+        return find_max_batch_size(
+            self.train_step,
+            self.make_batch,
+            model=self.model,
+            optimizer=self.optimizer,
+            memory_limit=memory_limit,
+            margin=0.0,
+            **options,
+        )
+
+
+class Triples(Similarities):
+    """All triples of rows."""
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        rows = self.model(batch)
+        return torch.einsum("ia,ja,ka->ijk", rows, rows, rows).logsumexp(2).sum()
+
+
+class Pairs(Similarities):
+    """Pairs of rows, far less memory than the rows themselves until there are many."""
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        wide = batch.repeat(1, 32).tanh()
+        first, second = torch.triu_indices(len(batch), len(batch), 1)
+        return self.model(batch).sum() + wide.sum() + (batch[:, 0][first] - batch[:, 0][second]).square().sum()
+
+
+@pytest.mark.parametrize("kind", [Similarities, Triples, Pairs], ids=lambda kind: kind.__name__)
+def test_real_steps_are_searched_as_exhaustively_in_few_steps(kind: type[Similarities]) -> None:
+    found = kind().find("3MiB")
+    loop = kind()
+    loop.train_step(loop.make_batch(2))  # creates the optimizer's state
+    rows = found.exact_batch_size
+    peaks = [peak_of(loop.train_step, loop.make_batch(rows + more), loop) for more in (0, 1)]
+    assert peaks[0] <= 3 * MIB < peaks[1]
+    assert rows == kind().find("3MiB", strategy="binary_search").exact_batch_size
+    assert found.forecast_rows == pytest.approx(rows + (3 * MIB - peaks[0]) / (peaks[1] - peaks[0]), abs=0.02)
+    counts = Found(rows, [(probe.batch_size, probe.fits) for probe in found.probes])
+    assert counts.is_cheap(), counts.tried
+
+
+def _on_unequal_ranks(rank: int, limits: tuple[int, int]) -> SearchResult:
+    return Similarities().find(limits[rank])
+
+
+def test_ranks_try_the_same_sizes_where_only_one_runs_out_of_memory() -> None:
+    limits = (1000 * MIB, 2 * MIB)
+    results = run_on_ranks(_on_unequal_ranks, 2, limits)
+    tried = [[(probe.batch_size, probe.fits) for probe in result.probes] for result in results]
+    assert tried[0] == tried[1]
+    assert Found(0, tried[0]).is_cheap()
+    alone = Similarities().find(min(limits)).exact_batch_size
+    assert [result.exact_batch_size for result in results] == [alone, alone]
