@@ -55,10 +55,10 @@ def map_columns(batch: Any, change: Callable[[Any], Any], *, lengths: Collection
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """Yield all values in a batch, also those within lists and tuples."""
+    """Yield all values in a batch, also those within lists and tuples, but a list of numbers as one."""
     if (named := named_values(batch)) is not None:
         batch = [value for _, value in named]
-    if isinstance(batch, list | tuple):
+    if isinstance(batch, list | tuple) and not (batch and isinstance(batch[0], int | float)):
         for one in batch:
             yield from leaves(one)
     else:
