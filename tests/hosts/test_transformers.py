@@ -521,12 +521,19 @@ class Regularized(Trainer):
 
 
 @pytest.mark.parametrize(("weight", "dtype"), [(5e-4, torch.float32), (4e-3, torch.float32), (4e-3, torch.bfloat16)])
-def test_a_term_of_the_loss_that_every_micro_batch_would_count_is_refused(weight: float, dtype: torch.dtype) -> None:
+def test_a_term_of_the_loss_that_every_micro_batch_would_count_needs_whole_batches(
+    weight: float, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     kind = type("Undivided", (Regularized,), {"is_divided": False, "weight": weight})
-    model = trainers.model("trainer").to(dtype)
-    trainer = make("trainer", base=kind, options={"micro_batch_size": 2, "model": model})
-    with pytest.raises(InputError, match=f"{MIXED}|{NO_SUM}"):
-        trainer.train()
+
+    def make_one(options: dict[str, Any], **more: Any) -> Any:
+        return make("trainer", base=kind, options={"model": trainers.model("trainer").to(dtype), **options}, **more)
+
+    with pytest.raises(CannotCutError, match=f"{MIXED}|{NO_SUM}"):
+        make_one({"micro_batch_size": 2}).train()
+    whole, plain = trained(make_one({"micro_batch_size": BATCH})), trained(make_one({}, is_adaptive=False))
+    assert difference(whole, plain) == (0.0, {})
+    assert "An out-of-memory error will end the run" in caplog.text
 
 
 @pytest.mark.parametrize("weight", [1e-3, 0.1])

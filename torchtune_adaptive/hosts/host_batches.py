@@ -50,6 +50,8 @@ class HostBatches(Slices):
     [([[3], [1]], 1.5), ([[4]], 3.0)]
     """
 
+    results = "losses"
+
     def __init__(self, size: int, *, rows_per_sample: int = 1) -> None:
         super().__init__(size, lambda micro_batch: num_tokens(micro_batch.inputs))
         self._rows_per_sample = rows_per_sample

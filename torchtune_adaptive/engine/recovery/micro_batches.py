@@ -75,8 +75,8 @@ class Cutter(Protocol):
         ...
 
     @property
-    def results_add_up(self) -> bool:
-        """Whether results are known to add up."""
+    def results(self) -> str:
+        """What micro-steps return: "any" objects, "losses" alone, or "sums", which are known to add up."""
         ...
 
     def scale_by(self, factor: float) -> bool:
@@ -114,7 +114,8 @@ class Slices:
     """
 
     is_even = False
-    adds_up = results_add_up = False
+    adds_up = False
+    results = "any"
     unit = "samples"
 
     def __init__(self, size: int, size_of: Callable[[Any], int] | None = None) -> None:

@@ -25,7 +25,7 @@ from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
 from torchtune_adaptive.engine.recovery.optimizer_state import check_optimizers, drop_unused_states
 from torchtune_adaptive.engine.recovery.rehearsal import Rehearsal, allocate_states, rehearse
 from torchtune_adaptive.engine.recovery.size_range import SizeRange, check_size_of
-from torchtune_adaptive.engine.recovery.trial import cannot_cut
+from torchtune_adaptive.engine.recovery.trial import ResultsError, cannot_cut
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
 from torchtune_adaptive.errors import (
     NOTHING_FITS_ADVICE,
@@ -33,6 +33,7 @@ from torchtune_adaptive.errors import (
     InputError,
     NothingFitsError,
     cannot_recover,
+    reason_of,
     require_one_of,
 )
 from torchtune_adaptive.text import parse_memory
@@ -266,6 +267,7 @@ class RecoverableStep(Generic[Sums]):
 
         Raises:
             CannotCutError: samples must not be cut into micro-batches.
+            ResultsError: results do not add up.
         """
         rehearsals = list(self._cutter.rehearsals(samples, pair))
         self._check(has_samples=bool(rehearsals))
@@ -275,17 +277,22 @@ class RecoverableStep(Generic[Sums]):
         else:
             self._size_unit = "tokens" if self._cutter.size_of(one) > self._cutter.num_rows(one) else "samples"
         context = self._watch.meter or nullcontext()
-        found = rehearse(
-            [[self._as_micro_step(context, one, is_trial=True) for one in parts] for parts in rehearsals],
-            model=self._model,
-            device=self._device,
-            watch=self._watch,
-            release=self._release,
-            reduces_once=self._reduces_once,
-            optimizers=self._optimizers,
-            is_trial=not self._cutter.adds_up,
-            compares_results=not self._cutter.results_add_up,
-        )
+        try:
+            found = rehearse(
+                [[self._as_micro_step(context, one, is_trial=True) for one in parts] for parts in rehearsals],
+                model=self._model,
+                device=self._device,
+                watch=self._watch,
+                release=self._release,
+                reduces_once=self._reduces_once,
+                optimizers=self._optimizers,
+                is_trial=not self._cutter.adds_up,
+                compares_results=self._cutter.results != "sums",
+            )
+        except ResultsError as error:
+            if self._cutter.results == "losses":
+                raise cannot_cut(reason_of(error)) from None
+            raise
         reason, factor = found.verdict.reason, found.verdict.factor
         if factor is not None and not self._cutter.scale_by(factor):
             is_what = "a mean over the samples of a micro-batch" if factor == 0.5 else f"{factor:g} times a sum"

@@ -58,6 +58,10 @@ class Verdict:
         return self.reason.startswith(_MIXES)
 
 
+class ResultsError(InputError):
+    """The results of micro-steps do not add up."""
+
+
 class Trial:
     """Watches three micro-steps, and compares their gradients and results.
 
@@ -141,7 +145,7 @@ class Trial:
         """Compare what was noted. A collective.
 
         Raises:
-            InputError: results do not add up as gradients do. Raised on every rank.
+            ResultsError: results do not add up as gradients do. Raised on every rank.
         """
         if layer := consensus.first_reason(self.mixing_layer):
             return Verdict(reason=layer)
@@ -156,7 +160,7 @@ class Trial:
             return verdict
         tolerance = _tolerance(eps, "results")
         if reason := consensus.first_reason(_why_no_sum(*self._results, factor=verdict.factor, tolerance=tolerance)):
-            raise InputError(f"{reason}.")
+            raise ResultsError(f"{reason}.")
         return verdict
 
     def is_like(self, other: "Trial", consensus: Consensus) -> bool:

@@ -34,7 +34,7 @@ class MicroBatcher:
     """
 
     is_even = True
-    results_add_up = True
+    results = "sums"
 
     largest: MicroBatchLimit
     row_format: RowFormat
