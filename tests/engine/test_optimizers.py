@@ -227,6 +227,7 @@ def make_optimizer(request: pytest.FixtureRequest) -> Callable[[Parameters], tor
 # ---- what is restored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm_steps", [0, 2], ids=["fresh", "warm"])
 def test_all_that_an_optimizer_holds_is_restored_each_time(make_optimizer: Any, warm_steps: int) -> None:
     trainee = Trainee(make_optimizer, warm_steps=warm_steps)
@@ -242,6 +243,7 @@ def test_all_that_an_optimizer_holds_is_restored_each_time(make_optimizer: Any, 
     assert picture_of(trainee) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm_steps", [0, 2], ids=["fresh", "warm"])
 def test_training_after_a_search_is_as_without_one(make_optimizer: Any, warm_steps: int) -> None:
     untouched, searched = (Trainee(make_optimizer, warm_steps=warm_steps) for _ in range(2))

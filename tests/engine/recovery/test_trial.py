@@ -94,6 +94,7 @@ def in_bf16(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         return model(rows).float().square().sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [total_loss, masked, noisy, chosen_by_python, in_bf16], ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize(
     "layers",
@@ -205,6 +206,7 @@ def test_samples_that_are_mixed_are_not_cut(name: str) -> None:
     assert all(one.grad is None for one in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXING)
 def test_samples_that_are_mixed_train_as_one_micro_batch_without_recovery(
     name: str, caplog: pytest.LogCaptureFixture
