@@ -36,10 +36,9 @@ def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
         InputError: an optimizer cannot be restored; raised before anything happens.
     """
     tensors, buffers = _trained_tensors(model), [(place, place.tensor) for place in buffer_places(model)]
-    modes = [(module, module.training) for module in model.modules()]
     settings = KeptSettings(fsdp_states(model))
     saved_optimizers = SavedOptimizers(optimizers, model)
-    with Copies([*tensors, *saved_optimizers.tensors]) as copies, keep_random_states():
+    with Copies([*tensors, *saved_optimizers.tensors]) as copies, keep_random_states(), kept_modes(model):
         restores = [copies.copy(tensor) for tensor in tensors]
         saved_optimizers.copy(copies)
         try:
@@ -47,8 +46,6 @@ def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
         finally:
             reset_after_failure(model)
             settings.restore()
-            for module, mode in modes:
-                module.training = mode
             for place, tensor in buffers:
                 place.put(tensor)
             for restore in restores:
@@ -64,6 +61,17 @@ def keep_random_states(generators: Sequence[torch.Generator] = ()) -> Iterator[N
         yield
     finally:
         states.restore()
+
+
+@contextmanager
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """Context: on exit, each module is in training mode if it was before."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
 
 
 class RandomStates:

@@ -35,6 +35,7 @@ from torchtune_adaptive.engine.distributed.snapshot import (
     UnchangedParameters,
     buffer_places,
     keep_random_states,
+    kept_modes,
 )
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
 from torchtune_adaptive.engine.memory.copies import Copies
@@ -42,7 +43,7 @@ from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.recovery.attempts import Recovery
 from torchtune_adaptive.engine.recovery.micro_steps import collectives_of
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
-from torchtune_adaptive.engine.recovery.trial import Trial, Verdict, cannot_cut, kept_modes
+from torchtune_adaptive.engine.recovery.trial import Trial, Verdict, cannot_cut
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError, cannot_recover
 

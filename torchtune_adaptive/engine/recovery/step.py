@@ -150,7 +150,7 @@ class RecoverableStep(Generic[Sums]):
         self._batch_norms: list[tuple[nn.Module, bool]] = []  # and whether each was in training mode
         self._trials_left = 0 if self._cutter.adds_up else _MOST_TRIALS
         self._gives_copies = False  # whether micro-steps change their batches in place
-        self._must_stay_whole: CannotCutError | None = None
+        self._must_stay_whole = ""  # why samples must not be cut
         self._events: list[MemoryEvent] = []
         self._number = steps_done
         self.backoff = Backoff()
@@ -193,8 +193,8 @@ class RecoverableStep(Generic[Sums]):
         calls it with its own samples. So does each step after parameters were frozen or unfrozen, and the next one that
         has two samples with gradients, if there were none.
         Raises:
-            CannotCutError: samples must not be cut into micro-batches: the loss or a layer mixes them, the loss is a
-                mean, or results do not add up.
+            CannotCutError: samples must not be cut into micro-batches: the loss or a layer mixes them, or the loss is a
+                mean.
             CannotRecoverError: recovery is not possible for this model.
             NothingFitsError: the optimizers' state or the smallest micro-step does not fit.
             InputError: the micro-batch size is not the same on every rank, some rank has no samples, or an optimizer
@@ -222,12 +222,13 @@ class RecoverableStep(Generic[Sums]):
         """
         try:
             self.rehearse(samples)
+            return
         except CannotCutError as error:
-            self._must_stay_whole = error
-            self._check_whole(samples)
-            if self._watch.consensus.rank == 0:
-                log.warning("An out-of-memory error will end the run. %s", error)
-            self.disable()
+            self._must_stay_whole = str(error)  # only the text: the traceback keeps tensors alive
+        self._check_whole(samples)
+        if self._watch.consensus.rank == 0:
+            log.warning("An out-of-memory error will end the run. %s", self._must_stay_whole)
+        self.disable()
 
     def _rehearse_with_samples_that_count(self, samples: Any) -> Rehearsal:
         """Rehearse, and look for two samples with gradients if the first ones have none. A collective.
@@ -378,8 +379,8 @@ class RecoverableStep(Generic[Sums]):
 
     def _check_whole(self, samples: Any) -> None:
         """Check that samples that must not be cut are not cut on any rank. A collective."""
-        if self._must_stay_whole is not None and self._watch.consensus.any_rank(not self._cutter.is_whole(samples)):
-            raise self._must_stay_whole
+        if self._must_stay_whole and self._watch.consensus.any_rank(not self._cutter.is_whole(samples)):
+            raise CannotCutError(self._must_stay_whole)
 
     def _check_unchanged(self, is_changed: bool) -> None:
         """Check that no rank's samples were changed by an attempt that must run again. A collective."""

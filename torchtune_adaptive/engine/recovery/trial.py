@@ -208,17 +208,6 @@ def cannot_cut(reason: str) -> CannotCutError:
     )
 
 
-@contextmanager
-def kept_modes(model: nn.Module) -> Iterator[None]:
-    """Context: on exit, each module is in training mode if it was before."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, is_training in modes:
-            module.training = is_training
-
-
 def _tolerance(eps: float, of_what: str) -> float:
     return min(max(_TOLERANCE, _ROUNDINGS[of_what] * eps), _LARGEST_TOLERANCE)
 
