@@ -12,7 +12,7 @@ PACKAGE = Path(torchtune_adaptive.__file__).parent
 # From the bottom to the top: a part imports only itself and parts above it in this list.
 LAYERS = [
     {"errors"},
-    {"text", "files"},
+    {"text", "files", "output"},
     {"engine"},
     {"settings", "schedule", "training", "testing", "tiny", "hosts"},
     {"stock"},

@@ -162,7 +162,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     ("ended_by", "status", "sentence", "told", "awaits_news"),
     [
         (None, 0, "", None, 0),
-        (SystemExit(0), 0, "", None, 0),
         (RunEnded("a signal ended the run.", 75), 75, "recipe: a signal ended the run.", None, 0),
         (RunEnded("All 2 epochs are trained.", 0), 0, "recipe: All 2 epochs are trained.", None, 0),
         (InputError("`x` is wrong."), 1, "recipe: `x` is wrong.", "`x` is wrong.", 0),
@@ -190,13 +189,106 @@ def test_status_sentence_and_other_nodes_say_how_the_run_ended(
     assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize("ended_by", [SystemExit(0), SystemExit("text"), KeyboardInterrupt(), GeneratorExit()])
+def test_code_of_a_run_that_would_end_the_process_is_an_error(
+    ended_by: BaseException, launched: Launched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched.ended_by = ended_by
+    assert launched.status() == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"recipe: Code of a run must not end its process, but raised {type(ended_by).__name__}")
+    assert "(test_launch.py, line " in said
+    assert (said.count("\n"), Nodes.last.told) == (1, [said.removeprefix("recipe: ").rstrip()])
+
+
+def test_help_has_status_0(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["recipe", "--config", "tiny/full", "--help"])
+    assert (launched.status(), launched.started) == (0, 0)
+
+
+def test_a_set_up_that_fails_with_a_collective_awaits_news_of_other_nodes(launched: Launched) -> None:
+    launched.ended_by = InputError("the set-up failed.")
+    launched.ended_by.__cause__ = RuntimeError("Closed by peer")
+    assert (launched.status(), Nodes.last.news_awaited) == (1, 1)
+
+
+@pytest.mark.parametrize(("error", "is_shown"), [(RuntimeError("Closed by peer"), False), (KeyError("a bug"), True)])
+def test_a_collective_that_fails_after_another_rank_has_said_why_prints_nothing(
+    error: Exception,
+    is_shown: bool,
+    torchrun: Callable[[int], None],
+    launched: Launched,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torchrun(1)
+    launch._say_once("`margin` is wrong.")
+    capsys.readouterr()
+    torchrun(0)
+    launched.ended_by = error
+    assert launched.status() == 1
+    assert ("Traceback" in capsys.readouterr().err) == is_shown
+    report = (tmp_path / "0" / "error.json").read_text()
+    assert ("another rank has ended the run, and said why." in report) == (not is_shown)
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "`WORLD_SIZE` must be a number in the environment, but is 'two' instead."),
+        ({"LOCAL_RANK": ""}, "`LOCAL_RANK` must be a number in the environment, but is '' instead."),
+        ({"RANK": "-1"}, "`RANK` must be a number in the environment, but is '-1' instead."),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            "`RANK` must be below `WORLD_SIZE` (2) in the environment, but is 2 instead.",
+        ),
+        ({"RANK": "1"}, "`RANK` must be below `WORLD_SIZE` (1) in the environment, but is 1 instead."),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_numbers_that_no_launcher_sets_are_refused(
+    first: bool,
+    variables: dict[str, str],
+    sentence: str,
+    launched: Launched,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "_leave", sys.exit)  # which would end this process at once
+    with pytest.raises(SystemExit) as end:
+        launch.check_first() if first else launch.launch(cast(Any, Recipe))
+    assert (end.value.code, capsys.readouterr().err) == (1, f"recipe: {sentence}\n")
+    assert launched.started == 0
+
+
+def test_a_working_directory_that_was_deleted_is_refused(
+    monkeypatch: pytest.MonkeyPatch, launched: Launched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    tmp_path.rmdir()
+    assert launched.status() == 1
+    assert capsys.readouterr().err == f"recipe: The working directory must exist, but '{tmp_path}' has been deleted.\n"
+
+
+@pytest.mark.parametrize("on_several_ranks", [True, False])
+def test_without_a_launcher_what_an_earlier_one_has_left_is_no_rank(
+    on_several_ranks: bool, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "192.0.2.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert (launched.status(on_several_ranks=on_several_ranks), launched.started) == (0, 1)
+
+
 def test_without_torchrun_the_process_is_the_only_rank(launched: Launched) -> None:
     assert launched.status() == 0
     assert [os.environ[name] for name in RANK_VARIABLES] == ["0", "1", "0"]
 
 
 def test_the_environment_of_torchruns_ranks_is_unchanged(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("RANK", "0")
     before = dict(os.environ)
     assert launched.status() == 0
     assert dict(os.environ) == before

@@ -2,7 +2,10 @@
 
 import difflib
 import operator
+import os
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TypeGuard
 
 NOTHING_FITS_ADVICE = "shorter rows, activation checkpointing, LoRA or more ranks would need less"
@@ -67,13 +70,22 @@ def quote(value: object) -> str:
 def reason_of(error: BaseException) -> str:
     """Type and text of an exception in one line without a final full stop. For an ``InputError``, only its text.
 
+    For what would end the process without a traceback, such as ``SystemExit``, also the place in the code.
+
     >>> reason_of(ZeroDivisionError("division by zero"))
     'ZeroDivisionError: division by zero'
     """
     text = " ".join(str(error).split()).rstrip(".")
     if isinstance(error, InputError | CheckpointError):
         return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return reason if isinstance(error, Exception) else f"{reason} ({place_of(error)})"
+
+
+def place_of(error: BaseException) -> str:
+    """Where in the code an exception was raised, for example "data.py, line 12"."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(place.filename).name}, line {place.lineno}"
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -141,6 +153,20 @@ def require_one_of(name: str, value: object, words: tuple[str, ...]) -> None:
     if value not in words:
         hint = did_you_mean(value, {word: word for word in words})
         raise InputError(f"`{name}` must be one of {', '.join(words)}, but is {quote(value)} instead{hint}")
+
+
+def require_working_directory() -> str:
+    """The working directory.
+
+    Raises:
+        InputError: it has been deleted.
+    """
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise InputError(
+            f"The working directory must exist, but {quote(os.environ.get('PWD', '.'))} has been deleted."
+        ) from error
 
 
 def did_you_mean(value: object, named: Mapping[str, str]) -> str:

@@ -13,7 +13,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of
+from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, quote, reason_of, require_working_directory
+from torchtune_adaptive.output import tolerate_lost_output
 from torchtune_adaptive.stock.installed import require_torchtune
 
 if TYPE_CHECKING:
@@ -29,17 +30,18 @@ def check_first() -> None:
     imported. On several nodes it checks no values: a node that refuses one has to notify the others, as ``launch``
     does.
     """
+    tolerate_lost_output()
     filter_messages()
     try:
+        _check_environment()
         require_torchtune()
         from torchtune_adaptive.stock.checks import check_run
 
         if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
             return
-        check_run(sys.argv[1:], ranks=int(os.environ.get("WORLD_SIZE", 1)))
+        check_run(sys.argv[1:], ranks=_ranks())
     except InputError as error:
-        _say_once(str(error))
-        _leave(1)
+        _refuse(error)
 
 
 def filter_messages() -> None:
@@ -55,10 +57,16 @@ def filter_messages() -> None:
 def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:
     """Run a recipe as a program: its config and overrides are the program's arguments.
 
-    An invalid value ends it with one sentence per node and status 1, any other error with its traceback. After a
-    signal to end, it saves and exits with status 75. If another node has ended, this one ends too, with a sentence and
-    status 1. Without a launcher this process is the only rank; a single-device recipe refuses several.
+    An invalid value, or code of the run that would end the process, ends it with one sentence per node and status 1,
+    any other error with its traceback. After a signal to end, it saves and exits with status 75. If another node has
+    ended, this one ends too, with a sentence and status 1. Without a launcher this process is the only rank; a
+    single-device recipe refuses several. Output that cannot be written is lost, and ends nothing.
     """
+    tolerate_lost_output()
+    try:
+        _check_environment()
+    except InputError as error:
+        _refuse(error)
     from torchtune import config
 
     from torchtune_adaptive.stock.configs import resolve_config_argument
@@ -66,7 +74,12 @@ def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:
     from torchtune_adaptive.training.signals import end_as_asked
 
     def recipe_main(cfg: "DictConfig") -> None:
-        run_recipe(recipe_class, cfg)
+        try:
+            run_recipe(recipe_class, cfg)
+        except Exception:
+            raise
+        except BaseException as end:  # of a data set, a loss, ...: its status could be taken for the run's
+            raise InputError(f"Code of a run must not end its process, but raised {reason_of(end)}.") from end
 
     recipe_main.__doc__ = sys.modules["__main__"].__doc__  # shown by --help
     if recipe_class.on_several_ranks:
@@ -74,12 +87,13 @@ def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:
     end_as_asked()
     nodes = watch_nodes(_say_once)
     try:
-        processes = int(os.environ.get("WORLD_SIZE", 1))
-        if processes > 1 and not recipe_class.on_several_ranks:
-            raise InputError(f"`--nproc_per_node` must be 1 for a single-device recipe, but is {processes} instead.")
+        if _ranks() > 1 and not recipe_class.on_several_ranks:
+            raise InputError(f"`--nproc_per_node` must be 1 for a single-device recipe, but is {_ranks()} instead.")
         sys.argv = [sys.argv[0], *resolve_config_argument(sys.argv[1:])]
         config.parse(recipe_main)()
     except (InputError, CheckpointError) as error:
+        if isinstance(error.__cause__, RuntimeError):
+            nodes.wait_for_news()
         _say_once(str(error))
         nodes.close(str(error))
         _leave(1)
@@ -87,15 +101,19 @@ def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:
         _say_once(str(end))
         nodes.close(None)
         _leave(end.status)
-    except SystemExit as end:
+    except SystemExit as end:  # of torchtune's parser of the arguments
         if end.code:
             raise
     except Exception as error:
         if isinstance(error, RuntimeError):  # as of a collective whose other side is gone
             nodes.wait_for_news()
-        sys.excepthook(*sys.exc_info())  # pyright: ignore[reportArgumentType]  # torch's hook names the rank on every line
-        _report(f"{reason_of(error)}.")
-        nodes.close(f"{reason_of(error)}.")
+        if isinstance(error, RuntimeError) and _is_said():
+            reason = "another rank has ended the run, and said why"
+        else:
+            reason = reason_of(error)
+            sys.excepthook(*sys.exc_info())  # pyright: ignore[reportArgumentType]  # torch's names the rank on each line
+        _report(f"{reason}.")
+        nodes.close(f"{reason}.")
         _leave(1)  # the interpreter's shutdown could wait for collectives that never complete
     nodes.close(None)
     _leave(0)
@@ -149,6 +167,27 @@ def _run_alone_without_torchrun() -> None:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 
 
+def _ranks() -> int:
+    """The number of ranks. Without a launcher it is 1, whatever an earlier one has left in the environment."""
+    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+
+
+def _check_environment() -> None:
+    """Refuse a working directory that is gone, and numbers of ranks and nodes that no launcher sets."""
+    require_working_directory()  # without one, torch cannot be imported
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):
+        value = os.environ.get(name, "0")
+        if not value.isdecimal():
+            raise InputError(f"`{name}` must be a number in the environment, but is {quote(value)} instead.")
+    if (rank := int(os.environ.get("RANK", 0))) >= _ranks():
+        raise InputError(f"`RANK` must be below `WORLD_SIZE` ({_ranks()}) in the environment, but is {rank} instead.")
+
+
+def _refuse(error: InputError) -> NoReturn:
+    _say_once(str(error))
+    _leave(1)
+
+
 def _say_once(sentence: str) -> None:
     """Print ``sentence``, with the recipe's name, if no other rank of this node has printed one.
 
@@ -156,9 +195,9 @@ def _say_once(sentence: str) -> None:
     end a rank that is about to print. Without torchrun each process prints.
     """
     _report(sentence)
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # torchrun's, in a folder for each rank
+    path = _said_path()
     try:
-        file = (Path(error_file).parent.parent / "torchtune_adaptive_said").open("a+") if error_file else None
+        file = path.open("a+", encoding="utf-8") if path else None
     except OSError:
         file = None
     with file or contextlib.nullcontext():
@@ -171,12 +210,28 @@ def _say_once(sentence: str) -> None:
             file.write("said")
 
 
+def _is_said() -> bool:
+    """Whether a rank of this node has printed a sentence."""
+    path = _said_path()
+    try:
+        return path is not None and path.stat().st_size > 0
+    except OSError:
+        return False
+
+
+def _said_path() -> Path | None:
+    """The file that records a sentence; None without torchrun, which has a folder for each rank."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(error_file).parent.parent / "torchtune_adaptive_said" if error_file else None
+
+
 def _report(sentence: str) -> None:
     """Have the report that torchrun prints at the end, after its traceback, close with ``sentence``."""
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
-            Path(error_file).write_text(json.dumps({"message": {"message": sentence, "extraInfo": details}}))
+            content = json.dumps({"message": {"message": sentence, "extraInfo": details}})
+            Path(error_file).write_text(content, encoding="utf-8")
 
 
 def _leave(status: int) -> NoReturn:
@@ -185,7 +240,7 @@ def _leave(status: int) -> NoReturn:
     A gloo thread that releases a tensor during the shutdown aborts the process, and the launcher would then report a
     complete run as failed. Threads are joined, exit hooks are run and output is flushed first, as in any exit.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         sys.exit(status)
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # a checkpoint may still be in progress
     atexit._run_exitfuncs()

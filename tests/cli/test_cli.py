@@ -509,6 +509,19 @@ def test_a_config_of_another_recipe_is_refused(name: str, word: str, program: Pr
     assert tracing.requests == []
 
 
+@pytest.mark.parametrize(
+    "arguments", [("ls",), FULL, ("run", "adaptive_full_finetune_distributed"), ("report", "/tmp")]
+)
+def test_a_working_directory_that_was_deleted_is_refused(
+    arguments: tuple[str, ...], program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch cannot be imported without one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    tmp_path.rmdir()
+    program.refuses(*arguments, sentence=f"The working directory must exist, but '{tmp_path}' has been deleted.")
+
+
 # ---- calibrate
 
 
@@ -543,4 +556,21 @@ def test_a_reader_that_has_read_enough_ends_a_command_without_an_error(monkeypat
         monkeypatch.setattr(sys, "stdout", closed)
         with pytest.raises(SystemExit) as ended:
             main(["validate", "tiny/full"])
+    assert ended.value.code == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            main(["validate", "tiny/full"])
+    reason = f"OSError: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}"
+    assert ended.value.code == f"tune-adaptive validate: Standard output must be writable, but is not: {reason}."
+
+
+def test_closed_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["validate", "tiny/full"])
     assert ended.value.code == 0

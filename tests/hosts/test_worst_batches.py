@@ -380,7 +380,7 @@ def unpicklable(rows: Sequence[Row]) -> dict[str, Any]:
         ),
         ([row(3)], unpicklable, "another process cannot read or collate a sample (AttributeError: Can't pickle local"),
         (Dies([row(3)]), collate, "another process cannot read or collate a sample (it has ended early)"),
-        (Exits([row(3)]), collate, "another process cannot read or collate a sample (SystemExit: 3)"),
+        (Exits([row(3)]), collate, "another process cannot read or collate a sample (SystemExit: 3 ("),
         (Hangs([row(3)]), collate, "another process cannot read or collate a sample (it has not answered for 0.5 s)"),
     ],
 )

@@ -12,8 +12,9 @@ from omegaconf import OmegaConf
 from torchtune import config
 
 from benchmarks.support.ranks import run_alone
+from benchmarks.support.recipe_runs import adaptive_recipe, tiny_config
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.stock.load import setting_up, start_process_group
+from torchtune_adaptive.stock.load import connecting, setting_up, start_process_group
 
 
 def open_to_all() -> int:
@@ -31,10 +32,72 @@ def group_of_one(launcher: dict[str, str]) -> tuple[float, int]:
     return value.item(), open_to_all()
 
 
-def test_without_a_launcher_no_port_is_open_to_others() -> None:
-    assert run_alone(group_of_one, {}) == (1.0, 0)
-    launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-    assert run_alone(group_of_one, launcher) == (1.0, 1)  # torch's store
+def store_of_torch() -> int:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # pyright: ignore[reportPrivateImportUsage]  # public
+    return open_to_all() if store.port else -1
+
+
+@pytest.mark.parametrize(
+    "left_over", [{}, {"MASTER_ADDR": "no.such.host.invalid"}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "x"}]
+)
+def test_a_rank_that_is_alone_needs_no_address_and_opens_no_port(left_over: dict[str, str]) -> None:
+    assert run_alone(group_of_one, left_over) == (1.0, 0)
+
+
+def test_a_port_that_is_open_to_others_would_be_seen() -> None:
+    assert run_alone(store_of_torch) == 1
+
+
+def refused_group(variables: dict[str, str]) -> str:
+    os.environ.update(variables)
+    try:
+        start_process_group("gloo")
+    except InputError as refusal:
+        return str(refusal)
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT expected, but not set."),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR expected, but not set."),
+        ({"RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "no-such"}, "Unable to find address for: no-such."),
+    ],
+)
+def test_a_group_that_cannot_start_is_refused_with_what_the_environment_says(
+    variables: dict[str, str], reason: str
+) -> None:
+    said = run_alone(refused_group, variables)
+    assert said.startswith(f"The ranks must be able to connect, but with {str(variables)[:-1]}")
+    assert said.endswith(reason)
+    assert "\n" not in said
+
+
+def test_a_recipes_own_group_that_cannot_start_is_refused(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("torchtune_adaptive.stock.recipe.Consensus", refuse)
+    cfg = tiny_config("full_single", tiny_dir, tmp_path)
+    with pytest.raises(InputError, match=r"The ranks must be able to connect, but .*Connection closed by peer"):
+        adaptive_recipe("full_single")(cfg)
+
+
+def test_what_is_no_error_of_a_connection_passes() -> None:
+    with pytest.raises(ZeroDivisionError), connecting():
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("ended_by", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()])
+def test_a_component_that_would_end_the_process_is_an_error_with_its_place(ended_by: BaseException) -> None:
+    with pytest.raises(InputError) as refused, setting_up():
+        raise ended_by
+    said = str(refused.value)
+    assert said.startswith(f"The config must be one that its recipe can set up, but failed: {type(ended_by).__name__}")
+    assert said.count("(test_load.py, line ") == 1
 
 
 class Logger:

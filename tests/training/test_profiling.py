@@ -1,6 +1,7 @@
 """The profiler advances once per step, and the memory history covers the steps asked for."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,17 +71,25 @@ def test_an_end_of_all_ranks_stops_the_profiler_and_an_error_does_not(
 
 
 @pytest.mark.parametrize("end", [None, RunEnded("a signal", 75)])
+@pytest.mark.parametrize("active", [1, 3])
 def test_a_trace_that_cannot_be_written_is_logged_and_hides_nothing(
-    end: Exception | None, calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    active: int, end: Exception | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse() -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(calls, "stop", refuse)
-    with pytest.raises(RunEnded) if end else nullcontext(), StepProfiler(calls, memory_steps=None).running():
+    """In a step, or at the end of training if that comes earlier."""
+    (tmp_path / "traces").write_text("where the folder was")
+    profiler = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        schedule=torch.profiler.schedule(wait=0, warmup=1, active=active, repeat=1),
+        on_trace_ready=lambda profiler: (tmp_path / "traces" / "iteration_2").mkdir(),
+    )
+    steps = StepProfiler(profiler, memory_steps=None)
+    with pytest.raises(RunEnded) if end else nullcontext(), steps.running():
+        for step in range(1, 4):
+            steps.end_step(0, step)
         if end is not None:
             raise end
-    assert caplog.messages == ["Profile not written: OSError: [Errno 28] No space left on device"]
+    (message,) = caplog.messages
+    assert message.startswith("Profile not written: NotADirectoryError")
 
 
 @pytest.mark.parametrize(

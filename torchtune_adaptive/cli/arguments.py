@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from torchtune_adaptive.errors import require_fraction, require_integer
+from torchtune_adaptive.errors import InputError, reason_of, require_fraction, require_integer
 
 PROGRAM = "tune-adaptive"
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # argparse has no public name for it
@@ -25,12 +25,31 @@ def add_command(
 
 @contextmanager
 def reader_may_stop() -> Iterator[None]:
-    """Context: if the reader of the output stops early, such as `head`, this is no error."""
+    """Context: if the reader of the output stops early, such as `head`, this is no error.
+
+    Raises:
+        InputError: the output cannot be written for another reason, such as a full disk.
+    """
+    if sys.stdout is None:  # it was closed when Python started
+        yield
+        return
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+    except OSError as error:
+        try:
+            sys.stdout.flush()
+        except OSError:  # it is the output's error: what is still to be written fails again
+            _drop_output()
+            raise InputError(f"Standard output must be writable, but is not: {reason_of(error)}.") from error
+        raise
+
+
+def _drop_output() -> None:
+    """Drop what is still to be written, which Python would write at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def integers(name: str, text: str) -> list[int]:

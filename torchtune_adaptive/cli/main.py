@@ -14,8 +14,9 @@ from torchtune_adaptive.cli.report import add_report
 from torchtune_adaptive.cli.search import SEARCH_EXAMPLES, run_search
 from torchtune_adaptive.cli.tune import TUNE_COMMANDS, run_tune_command
 from torchtune_adaptive.cli.validate import add_validate
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, reason_of, require_working_directory
 from torchtune_adaptive.launch import filter_messages
+from torchtune_adaptive.output import escape_unknown_characters
 from torchtune_adaptive.settings import named_by_path
 
 _STATUSES = """exit status:
@@ -31,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the program. A refused value ends it with one sentence on standard error and status 1."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     filter_messages()
+    escape_unknown_characters()
     try:
+        require_working_directory()
         with named_by_path():
             if given and given[0] in TUNE_COMMANDS:
                 run_tune_command(given)
@@ -40,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             else:
                 _run_own_command(given)
     except InputError as error:
-        sys.exit(f"{PROGRAM} {given[0]}: {error}")
+        sys.exit(f"{' '.join([PROGRAM, *given[:1]])}: {error}")
     sys.exit(0)
 
 
@@ -50,8 +53,11 @@ def _run_own_command(arguments: Sequence[str]) -> None:
     if others and ("overrides" not in parsed or any(other.startswith("-") for other in others)):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     parsed.overrides = [*vars(parsed).get("overrides", []), *others]
-    with reader_may_stop():
-        parsed.run(parsed)
+    try:
+        with reader_may_stop():
+            parsed.run(parsed)
+    except SystemExit as end:  # of code that the config names
+        raise InputError(f"Code of a config must not end the program, but raised {reason_of(end)}.") from end
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchtune_adaptive.cli.arguments import PROGRAM, examples, reader_may_stop
 from torchtune_adaptive.errors import InputError, did_you_mean, quote, reason_of
+from torchtune_adaptive.output import tolerate_lost_output
 from torchtune_adaptive.stock.checks import check_run
 from torchtune_adaptive.stock.configs import config_path, resolve_config_argument
 from torchtune_adaptive.stock.installed import configs_by_recipe, recipe_files, stock_recipe_files
@@ -71,6 +72,7 @@ def run_tune_command(arguments: Sequence[str]) -> None:
     name = arguments[0]
     sys.argv = [sys.argv[0], *arguments]  # which torchtune's `run` counts
     if name == "run":
+        tolerate_lost_output()
         check_before_torch(arguments[1:])
     parser = parser_of(name)
     parsed = parser.parse_args(arguments)

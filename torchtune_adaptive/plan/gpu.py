@@ -221,7 +221,7 @@ class Calibration:
         """
         name = quote(str(path))
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, RecursionError, ValueError) as error:
             raise InputError(f"`calibration` must be a readable file, but is {name}: {reason_of(error)}.") from error
         version = content.get("version") if isinstance(content, dict) else None

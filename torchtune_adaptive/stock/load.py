@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
 from itertools import chain, count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +26,11 @@ from torchtune import config, training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 from torchtune.training.quantization import swap_lora_linear_with_qat
 
-from torchtune_adaptive.errors import InputError, quote, reason_of
+from torchtune_adaptive.errors import InputError, place_of, quote, reason_of
 from torchtune_adaptive.stock.installed import module_from_file, recipe_dir
 
 SUPPORTED_TORCHTUNE = "0.6.1"
+_ADDRESSES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def load_stock_recipe(name: str) -> Any:
@@ -51,19 +51,40 @@ def load_stock_recipe(name: str) -> Any:
 
 
 def start_process_group(backend: str) -> None:
-    """Start the default process group with ``backend``, unless there is one. Without a launcher it needs no port."""
+    """Start the default process group with ``backend``, unless there is one. A rank that is alone needs no port.
+
+    Raises:
+        InputError: it cannot be started as the environment says.
+    """
     if dist.is_initialized():
         return
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in `__all__`
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    with connecting():
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            dist.init_process_group(backend)
+        else:
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in `__all__`
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+@contextmanager
+def connecting() -> Iterator[None]:
+    """Context: starts a process group.
+
+    Raises:
+        InputError: the ranks cannot connect; the message has the error, and the addresses in the environment.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        given = quote({name: os.environ[name] for name in _ADDRESSES if name in os.environ})
+        raise InputError(f"The ranks must be able to connect, but with {given} cannot: {reason_of(error)}.") from error
 
 
 @contextmanager
 def setting_up() -> Iterator[None]:
     """Context: any error becomes an ``InputError`` for the config, because its components can be any code.
+
+    So does what would end the process, such as ``SystemExit``.
 
     Raises:
         InputError: the set-up failed; the message has the error and its place in the code.
@@ -72,7 +93,7 @@ def setting_up() -> Iterator[None]:
         yield
     except InputError:
         raise
-    except Exception as error:
+    except BaseException as error:
         refusal = _cannot_set_up(error)
         _free_quietly(error)
         raise refusal from error
@@ -90,10 +111,9 @@ def with_samples(data: Any) -> Any:
     return data
 
 
-def _cannot_set_up(error: Exception) -> InputError:
+def _cannot_set_up(error: BaseException) -> InputError:
     """The error for the user, with the place in the code, and the block that torchtune was creating, if any."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    reason = f"{reason_of(error)} ({Path(place.filename).name}, line {place.lineno})"
+    reason = f"{reason_of(error)} ({place_of(error)})" if isinstance(error, Exception) else reason_of(error)
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_code is config.instantiate.__code__:  # only here: `f_locals` would keep what other frames hold
             block = frame.f_locals["config"]
@@ -104,7 +124,7 @@ def _cannot_set_up(error: Exception) -> InputError:
     return InputError(f"The config must be one that its recipe can set up, but failed: {reason}.")
 
 
-def _free_quietly(error: Exception) -> None:
+def _free_quietly(error: BaseException) -> None:
     """Free the objects that ``error`` holds. Python would print errors in ``__del__`` of incomplete components."""
     printing, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:

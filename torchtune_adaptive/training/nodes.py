@@ -260,7 +260,7 @@ def _lacks_a_rank() -> bool:
     """Whether fewer processes run below the launcher than it has started; False where the system does not say it."""
     launcher = os.getppid()
     with suppress(OSError):
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text(encoding="utf-8").split()
         return len(children) < int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return False
 

@@ -125,7 +125,7 @@ def _answer(path: Path, status: int) -> dict[str, Any]:
     if not path.exists():
         return {"failed": _ending(status)}
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return {"failed": f"its answer cannot be read: {reason_of(error)}"}
 

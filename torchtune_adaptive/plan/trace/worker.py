@@ -267,7 +267,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     output_path, errors_path = map(Path, sys.argv[1:])
-    with errors_path.open("w") as errors:
+    with errors_path.open("w", encoding="utf-8") as errors:
         faulthandler.enable(errors)
         answer = _answer(json.load(sys.stdin), errors)
         faulthandler.disable()

@@ -3,14 +3,13 @@
 import copy
 import functools
 import inspect
-import os
 import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from typing import Any, TypeAlias, cast
 
-from torchtune_adaptive.errors import InputError, as_integer, quote, reason_of
+from torchtune_adaptive.errors import InputError, as_integer, quote, reason_of, require_working_directory
 from torchtune_adaptive.training.batch.noise_scale import MeasuredSchedule
 
 # f(epoch, current_batch_size) -> increment, called at the start of every epoch, including epoch 0.
@@ -86,7 +85,7 @@ def load_function(value: object) -> BatchIncreaseFunction | None:
     component = _import(path)
     try:
         made = component(**arguments)
-    except Exception as error:  # the user's own code and arguments can raise any error
+    except BaseException as error:  # the user's own code can raise anything, also what would end the process
         raise InputError(
             f"`batch_increase_function` must be created by its `_component_`, but {quote(path)} "
             f"with {quote(arguments)} failed instead: {reason_of(error)}."
@@ -96,11 +95,11 @@ def load_function(value: object) -> BatchIncreaseFunction | None:
 
 def _import(path: str) -> Any:
     """Import the dotted ``path``, also from the working directory, as torchtune does for its components."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    if (directory := require_working_directory()) not in sys.path:
+        sys.path.append(directory)
     try:
         return pkgutil.resolve_name(path)
-    except Exception as error:  # importing runs the user's own module, which can raise any error
+    except BaseException as error:  # importing runs the user's own module
         raise InputError(
             f"`batch_increase_function` must be importable, but {quote(path)} is not: {reason_of(error)}."
         ) from error
@@ -163,7 +162,7 @@ def _ask(function: BatchIncreaseFunction, *, epoch: int, batch_size: int) -> int
     name, where = function_name(function), f"at epoch {epoch} with batch size {batch_size}"
     try:
         answer: object = function(epoch, batch_size)
-    except Exception as error:  # the user's own code can raise any error, which is reported as its answer
+    except BaseException as error:  # the user's own code can raise anything, which is reported as its answer
         raise InputError(
             f"`batch_increase_function` must return an integer, but {name} raised an error {where} instead: "
             f"{reason_of(error)}."

@@ -152,6 +152,11 @@ class StepLoader:
             if self._batches_done % self.micro_steps == 0:
                 rows, self._left_over = self._left_over, []
                 yield self._step_samples(rows)
+        if self.steps_done < self.steps_per_epoch:
+            raise InputError(
+                f"`dataset` must give every sample, but ended an epoch after {self.steps_done} of"
+                f" {self.steps_per_epoch} steps, as StopIteration does."
+            )
         self._batches_done = 0
 
     def describe(self, batch_size: int) -> str:

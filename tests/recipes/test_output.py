@@ -1,0 +1,282 @@
+"""Output that cannot be written ends no run: it is complete, saved, and ends with status 0."""
+
+import errno
+import fcntl
+import os
+import pty
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support.recipe_runs import shallow_assets
+from tests.recipes.test_tune_run import REPOSITORY
+from torchtune_adaptive import output
+from torchtune_adaptive.output import tolerate_lost_output
+
+pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+
+OUT, ERR = 1, 2
+LARGEST_BYTES = 50_000_000  # of a file: above the checkpoints
+BIN = Path(sys.executable).parent
+
+
+class Lost:
+    """Descriptors that cannot be written."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Lost":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def make(self, kind: str, directory: Path) -> int:
+        """A descriptor of a kind; of "closed" one that ``run`` will close in its process."""
+        match kind:
+            case "full" | "closed":
+                made = os.open("/dev/full", os.O_WRONLY)
+            case "gone":
+                reader, made = os.pipe()
+                os.close(reader)
+            case "hung up":
+                other, made = pty.openpty()
+                os.close(other)
+            case "too large":
+                made = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.truncate(made, LARGEST_BYTES)
+            case "never read":
+                reader, made = os.pipe()
+                self._stack.callback(os.close, reader)
+                fcntl.fcntl(made, fcntl.F_SETFL, fcntl.fcntl(made, fcntl.F_GETFL) | os.O_NONBLOCK)
+                _fill(made)
+            case _:
+                raise ValueError(kind)
+        self._stack.callback(os.close, made)
+        return made
+
+
+def _fill(pipe: int) -> None:
+    try:
+        while True:
+            os.write(pipe, bytes(4096))
+    except BlockingIOError:
+        pass
+
+
+@pytest.fixture
+def lost() -> Iterator[Lost]:
+    with Lost() as made:
+        yield made
+
+
+def run(
+    command: list[str], kind: str, numbers: tuple[int, ...], lost: Lost, directory: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` with standard output, error or both, given by their numbers, of a kind."""
+    descriptor = lost.make(kind, directory)
+
+    def prepare() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_BYTES, resource.RLIM_INFINITY))
+        for number in (0, *numbers) if kind == "closed" else ():
+            os.close(number)
+
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        command,
+        cwd=directory,
+        env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'recipes'}"} | environment,
+        stdout=descriptor if OUT in numbers else subprocess.PIPE,
+        stderr=descriptor if ERR in numbers else subprocess.PIPE,
+        preexec_fn=prepare,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+# ---- a program without torch
+
+PROGRAM = r"""
+import logging, sys, warnings
+logging.warning("before")
+from torchtune_adaptive.output import tolerate_lost_output
+tolerate_lost_output()
+tolerate_lost_output()
+assert open("/dev/null").fileno() > 2
+for place in range(3):
+    print("out", place, flush=True)
+    print("err", place, file=sys.stderr)
+    logging.warning("logged")
+print("\xe9", "\u20ac" * 100_000)
+warnings.warn("\xe9")
+sys.exit(int(sys.argv[1]))
+"""
+KINDS = {
+    "closed": None,
+    "full": errno.ENOSPC,
+    "gone": errno.EPIPE,
+    "hung up": errno.EIO,
+    "too large": errno.EFBIG,
+    "never read": errno.EAGAIN,
+}
+STREAMS = {(OUT,): "output", (ERR,): "error", (OUT, ERR): "both"}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("numbers", STREAMS, ids=STREAMS.values())
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_keeps_its_status_and_its_other_stream_reports_the_loss_once(
+    kind: str, numbers: tuple[int, ...], unbuffered: str, lost: Lost, tmp_path: Path
+) -> None:
+    """A stream that was closed from the start is not meant to be read."""
+    status = 3 if unbuffered else 0
+    ended = run(
+        [sys.executable, "-c", PROGRAM, str(status)], kind, numbers, lost, tmp_path, PYTHONUNBUFFERED=unbuffered
+    )
+    assert ended.returncode == status, ended.stderr
+    if len(numbers) == 1:
+        other, name = (ended.stderr, "err") if OUT in numbers else (ended.stdout, "out")
+        lines = [line for line in other.splitlines() if line.startswith(("out", "err"))]
+        assert lines == [f"{name} {place}" for place in range(3)]
+        code = KINDS[kind]
+        reason = os.strerror(code) if code not in (None, errno.EAGAIN) else "its reader has stopped reading"
+        sentence = f"Standard {STREAMS[numbers]} cannot be written: {reason}. This does not end the run.\n"
+        assert other.count("cannot be written") == other.count(sentence) == (code is not None)
+
+
+def test_characters_that_an_ascii_locale_lacks_are_escaped(lost: Lost, tmp_path: Path) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    ended = run([sys.executable, "-c", PROGRAM, "0"], "full", (), lost, tmp_path, **ascii_only)
+    assert ended.returncode == 0
+    assert ended.stdout.endswith(r"\u20ac" + "\n")
+    assert r"UserWarning: \xe9" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "batch_size", "sentence"),
+    [
+        ("/tmp/run", 0, "`batch_size` must be at least 1, but is 0 instead."),
+        ("/tmp/größe", 4, "`output_dir` must be a path in the file system's encoding, which is ascii here, but is "),
+    ],
+)
+def test_a_config_is_read_as_utf_8_in_an_ascii_locale(
+    output_dir: str, batch_size: int, sentence: str, lost: Lost, tmp_path: Path
+) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    config = (REPOSITORY / "configs/tiny/full.yaml").read_text(encoding="utf-8")
+    config = config.replace("batch_size: 4", f"batch_size: {batch_size}  # größer")
+    config = config.replace("/tmp/torchtune_adaptive/tiny/full", output_dir)
+    (tmp_path / "config.yaml").write_text(config, encoding="utf-8")
+    recipe = "adaptive_full_finetune_single_device"
+    command = [sys.executable, str(REPOSITORY / f"recipes/{recipe}.py"), "--config", "config.yaml"]
+    ended = run(command, "full", (), lost, tmp_path, **ascii_only)
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+    assert ended.stderr.startswith(f"{recipe}: {sentence}")
+
+
+def test_a_slow_reader_of_a_pipe_that_does_not_block_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_LONGEST_WAIT_S", 600.0)  # a busy machine is slow
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    content, written = bytes(range(256)) * 4096, []
+
+    def write() -> None:
+        with open(writer, "wb", buffering=0) as file:
+            written.append(output._TolerantWrite(writer, file.write)(content))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    with open(reader, "rb") as received:
+        assert received.read() == content
+    thread.join()
+    assert written == [len(content)]
+
+
+def test_the_streams_of_a_test_or_a_notebook_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout, sys.stderr
+    tolerate_lost_output()
+    assert (sys.stdout, sys.stderr) == before
+    print("seen")
+    assert capsys.readouterr().out == "seen\n"
+
+
+# ---- runs
+
+
+def arguments(recipe: str, tiny_dir: Path, output_dir: Path) -> list[str]:
+    return [
+        f"adaptive_full_finetune_{recipe}",
+        "--config",
+        "tiny/full",
+        f"tiny_dir={shallow_assets(tiny_dir)}",
+        f"output_dir={output_dir}",
+        *("model.num_layers=2", "epochs=1", "max_steps_per_epoch=2", "batch_size=2", "tokenizer.max_seq_len=64"),
+        *("adaptive.memory_limit=null", "adaptive.oom_recovery=False", "dataset.split=train[:16]"),
+    ]
+
+
+def check_saved(output_dir: Path) -> None:
+    assert (output_dir / "epoch_0" / "model-00001-of-00001.bin").stat().st_size > 0
+    for path in output_dir.rglob("*.bin"):  # nothing that was printed is in a checkpoint
+        assert b"Loss: " not in path.read_bytes()
+
+
+IN_EVERY_RUN = [("full", (ERR,)), ("gone", (OUT, ERR))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers"),
+    [
+        pytest.param(kind, numbers, marks=() if (kind, numbers) in IN_EVERY_RUN else pytest.mark.exhaustive)
+        for kind in KINDS
+        for numbers in STREAMS
+    ],
+)
+def test_a_run_on_one_rank_is_complete(
+    kind: str, numbers: tuple[int, ...], lost: Lost, tiny_dir: Path, tmp_path: Path
+) -> None:
+    command = [str(BIN / "tune"), "run", *arguments("single_device", tiny_dir, tmp_path / "out")]
+    ended = run(command, kind, numbers, lost, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    check_saved(tmp_path / "out")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("numbers", STREAMS, ids=STREAMS.values())
+@pytest.mark.parametrize("kind", ["closed", "full", "gone"])
+def test_a_distributed_recipe_without_a_launcher_is_complete(
+    kind: str, numbers: tuple[int, ...], lost: Lost, tiny_dir: Path, tmp_path: Path
+) -> None:
+    name, *options = arguments("distributed", tiny_dir, tmp_path / "out")
+    ended = run([sys.executable, str(REPOSITORY / f"recipes/{name}.py"), *options], kind, numbers, lost, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    check_saved(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "numbers", "status"),
+    [
+        ("tune", "closed", (OUT, ERR), 0),
+        # torchtune's launcher prints a line itself: Python ends it with 120 when it cannot write that.
+        pytest.param("tune", "full", (OUT, ERR), 120, marks=pytest.mark.exhaustive),
+        pytest.param("tune", "gone", (OUT, ERR), 120, marks=pytest.mark.exhaustive),
+        pytest.param("tune-adaptive", "full", (OUT,), 0, marks=pytest.mark.exhaustive),
+        pytest.param("tune-adaptive", "gone", (OUT, ERR), 0, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_run_on_two_ranks_is_complete(
+    program: str, kind: str, numbers: tuple[int, ...], status: int, lost: Lost, tiny_dir: Path, tmp_path: Path
+) -> None:
+    """The status 0 means that all ranks have ended with 0."""
+    options = arguments("distributed", tiny_dir, tmp_path / "out")
+    ended = run([str(BIN / program), "run", "--nproc_per_node", "2", *options], kind, numbers, lost, tmp_path)
+    assert ended.returncode == status, ended.stderr
+    check_saved(tmp_path / "out")

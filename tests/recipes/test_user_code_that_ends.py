@@ -1,0 +1,145 @@
+"""Code of a run that would end its process ends the run with one sentence and status 1, on every rank."""
+
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.support.recipe_runs import adaptive_recipe, shallow_assets
+from tests.recipes.test_tune_run import tune_run
+from torchtune_adaptive.launch import launch
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
+
+GENERAL = "Code of a run must not end its process, but raised "
+CREATED = "`{}` must be one that can be created, but failed with {{"
+GROWTH = "`batch_increase_function` must "
+PLACES = {
+    "samples": ("dataset._component_=ending_code.Samples", GENERAL),
+    "data set": ("dataset._component_=ending_code.samples", CREATED.format("dataset")),
+    "data set's module": ("dataset._component_=ends_on_import.Samples", GENERAL),
+    "collate function": ("collate_fn=ending_code.collate", GENERAL),
+    "tokenizer": ("tokenizer._component_=ending_code.Tokenizer", ""),
+    "loss": ("loss._component_=ending_code.CEWithChunkedOutputLoss", GENERAL),
+    "metric logger": ("metric_logger._component_=ending_code.Logger", GENERAL),
+    "metric logger's close": ("metric_logger._component_=ending_code.ClosingLogger", GENERAL),
+    "growth": ("batch_increase_function=ending_code.grow", f"{GROWTH}return an integer, but ending_code.grow raised"),
+    "growth, later": ("batch_increase_function=ending_code.grow_later", f"{GROWTH}return an integer, but ending_code."),
+    "growth's module": ("batch_increase_function=ends_on_import.grow", f"{GROWTH}be importable, but 'ends_on_import.g"),
+    "growth's set-up": (
+        "batch_increase_function._component_=ending_code.Growth",
+        f"{GROWTH}be created by its `_compon",
+    ),
+    "growth's state": ("batch_increase_function._component_=ending_code.StatefulGrowth", GENERAL),
+}
+RAISED = {
+    "exit": "SystemExit: 0",
+    "exit without status": "SystemExit",
+    "exit with text": "SystemExit: no more data",
+    "interrupt": "KeyboardInterrupt",
+    "generator": "GeneratorExit",
+    "cancelled": "CancelledError",
+}
+
+
+def arguments(tiny_dir: Path, output_dir: Path, *overrides: str) -> list[str]:
+    return [
+        "--config",
+        "tiny/full",
+        f"tiny_dir={shallow_assets(tiny_dir)}",
+        f"output_dir={output_dir}",
+        *("model.num_layers=2", "epochs=2", "max_steps_per_epoch=2", "batch_size=2", "tokenizer.max_seq_len=64"),
+        *("adaptive.oom_recovery=False", "dataset.split=train[:16]", *overrides),
+    ]
+
+
+@pytest.fixture
+def run(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., tuple[Any, str]]]:
+    """Launches the recipe for one device in this process, with overrides; its status and the last line it printed."""
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "support"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*overrides: str) -> tuple[Any, str]:
+        monkeypatch.setattr("sys.argv", ["recipe.py", *arguments(tiny_dir, tmp_path / "out", *overrides)])
+        with pytest.raises(SystemExit) as end:
+            launch(adaptive_recipe("full_single"))
+        return end.value.code, capsys.readouterr().err.splitlines()[-1]
+
+    yield run
+    signal.signal(signal.SIGINT, before)
+    sys.modules.pop("ends_on_import", None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_the_sentence_names_what_was_raised_and_where(place: str, run: Callable[..., tuple[Any, str]]) -> None:
+    override, sentence = PLACES[place]
+    status, last = run(override)
+    file = "ends_on_import.py" if "module" in place else "ending_code.py"
+    assert status == 1
+    assert f"recipe: {sentence}" in last
+    assert re.search(rf"SystemExit: 0 \({file}, line \d+\)\.$", last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", RAISED)
+def test_whatever_ends_a_process_ends_the_run_with_status_1(
+    ending: str, run: Callable[..., tuple[Any, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENDING", ending)
+    status, last = run("dataset._component_=ending_code.Samples")
+    assert status == 1
+    assert re.search(rf"{GENERAL}{RAISED[ending]} \(ending_code.py, line \d+\)\.$", last)
+
+
+@pytest.mark.slow
+def test_samples_that_end_the_iteration_do_not_end_an_epoch(run: Callable[..., tuple[Any, str]]) -> None:
+    status, last = run("dataset._component_=ending_code.StoppingSamples")
+    sentence = "`dataset` must give every sample, but ended an epoch after 0 of 2 steps, as StopIteration does."
+    assert (status, last) == (1, f"recipe: {sentence}")
+
+
+@pytest.mark.slow
+def test_a_config_whose_code_ends_the_process_is_not_valid(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "support"))
+    program.refuses(
+        "validate",
+        "tiny/full",
+        "dataset._component_=ends_on_import.Samples",
+        sentence="Code of a config must not end the program, but raised SystemExit: 0 (ends_on_import.py, line 5).",
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "rank"),
+    [
+        ("samples", 1),
+        *(pytest.param(place, 1, marks=pytest.mark.exhaustive) for place in ("data set", "loss", "growth, later")),
+        *(pytest.param(place, 0, marks=pytest.mark.exhaustive) for place in ("metric logger", "growth, later")),
+    ],
+)
+def test_the_other_rank_ends_without_a_traceback_of_its_own(
+    place: str, rank: int, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun prints the only one. The growth function is called on rank 0."""
+    monkeypatch.setenv("ENDING_RANK", str(rank))
+    override, sentence = PLACES[place]
+    options = arguments(tiny_dir, tmp_path / "out", override)
+    ended = tune_run("--nproc_per_node", "2", "adaptive_full_finetune_distributed", *options, directory=tmp_path)
+    said = re.findall("adaptive_full_finetune_distributed: .*", ended.stderr)
+    if "growth" in place and rank == 1:
+        assert (ended.returncode, said) == (0, [])
+        return
+    assert ended.returncode == 1
+    assert len(said) == 1
+    assert f"distributed: {sentence}" in said[0]
+    assert ended.stderr.count("Traceback") == 1
+    assert "gloo" not in ended.stderr

@@ -1,0 +1,111 @@
+"""Components that a config can name, whose code would end the process: with what ``ENDING`` names, at the place."""
+
+import asyncio
+import os
+import sys
+from typing import Any
+
+from torchtune.data import padded_collate_sft
+from torchtune.datasets import instruct_dataset
+from torchtune.models.llama2 import Llama2Tokenizer
+from torchtune.modules import loss
+from torchtune.training.metric_logging import DiskLogger
+
+ENDINGS = {
+    "exit": lambda: sys.exit(0),
+    "exit without status": sys.exit,
+    "exit with text": lambda: sys.exit("no more\ndata"),
+    "interrupt": KeyboardInterrupt,
+    "generator": GeneratorExit,
+    "cancelled": asyncio.CancelledError,
+}
+
+
+def end() -> None:
+    """End the process, on the rank ``ENDING_RANK`` if that is set."""
+    if os.environ.get("RANK", "0") == os.environ.get("ENDING_RANK", os.environ.get("RANK", "0")):
+        raise ENDINGS[os.environ.get("ENDING", "exit")]()
+
+
+class Samples:
+    """A data set that ends when it is read, but not at its first sample, which is read in the set-up."""
+
+    def __init__(self, tokenizer: Any, **options: Any) -> None:
+        self._samples = instruct_dataset(tokenizer, **options)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, place: int) -> Any:
+        if place > 0:
+            end()
+        return self._samples[place]
+
+
+class StoppingSamples(Samples):
+    """A data set that ends the iteration over it."""
+
+    def __getitem__(self, place: int) -> Any:
+        if place > 0:
+            raise StopIteration
+        return self._samples[place]
+
+
+def samples(tokenizer: Any, **options: Any) -> Any:
+    end()
+    return instruct_dataset(tokenizer, **options)
+
+
+def collate(batch: Any, **options: Any) -> Any:
+    end()
+    return padded_collate_sft(batch, **options)
+
+
+class Tokenizer(Llama2Tokenizer):
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        end()
+        return super().__call__(*arguments, **options)
+
+
+class CEWithChunkedOutputLoss(loss.CEWithChunkedOutputLoss):  # a name that torchtune's recipes know
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        end()
+        return super().forward(*arguments, **options)
+
+
+class Logger(DiskLogger):
+    def log_dict(self, payload: Any, step: int) -> None:
+        end()
+        super().log_dict(payload, step)
+
+
+class ClosingLogger(DiskLogger):
+    def close(self) -> None:
+        end()
+        super().close()
+
+
+def grow(epoch: int, current_batch_size: int) -> int:
+    end()
+    return 0
+
+
+def grow_later(epoch: int, current_batch_size: int) -> int:
+    if epoch:
+        end()
+    return 0
+
+
+class Growth:
+    def __init__(self) -> None:
+        end()
+
+
+class StatefulGrowth:
+    def __call__(self, epoch: int, current_batch_size: int) -> int:
+        return 0
+
+    def state_dict(self) -> Any:
+        end()
+
+    def load_state_dict(self, state: Any) -> None: ...
