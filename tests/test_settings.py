@@ -102,6 +102,26 @@ def test_search_runs_for_the_largest_size_for_growth_and_for_an_automatic_budget
     assert read(**keys).searches is searches
 
 
+GROWS_BEYOND = {"batch_increase_function": f"{HERE}.grow_by_two", "adaptive": {"growth_limit": "none"}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "on_cpu", "on_cuda"),
+    [
+        (GROWS_BEYOND, False, True),
+        (GROWS_BEYOND | {"adaptive": {"growth_limit": 64}}, False, True),
+        (GROWS_BEYOND | {"adaptive": {"growth_limit": "none", "memory_limit": "1GiB"}}, True, True),
+        (GROWS_BEYOND | {"adaptive": {"growth_limit": "memory"}}, True, True),
+        (GROWS_BEYOND | {"use_maximum_batch_size": True}, True, True),
+        (GROWS_BEYOND | {"adaptive": {"growth_limit": "none", "max_tokens_per_micro_batch": "auto"}}, True, True),
+        ({"adaptive": {"growth_limit": "none"}}, False, False),
+    ],
+)
+def test_growth_beyond_memory_is_searched_for_only_where_memory_has_a_limit(keys, on_cpu, on_cuda):
+    settings = read(**keys)
+    assert (settings.searches_on("cpu"), settings.searches_on("cuda")) == (on_cpu, on_cuda)
+
+
 def test_interpolations_resolve_also_inside_of_a_component():
     settings = read(
         seq_len=512,

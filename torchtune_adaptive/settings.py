@@ -210,12 +210,22 @@ class AdaptiveSettings:
 
     @property
     def searches(self) -> bool:
-        """Whether a search for the largest batch size runs before training: growth needs it as its bound."""
-        return (
-            self.use_maximum_batch_size
-            or self.batch_increase_function is not None
-            or self.max_tokens_per_micro_batch == "auto"
-        )
+        """Whether a search for the largest batch size runs before training, where memory has a limit."""
+        return self._needs_search or self.batch_increase_function is not None
+
+    def searches_on(self, device_type: str) -> bool:
+        """Whether a search runs before training on such a device.
+
+        Growth beyond memory uses a search only to cut its steps, and does without on a CPU without a limit.
+        """
+        is_limited = device_type != "cpu" or self.memory_limit_bytes is not None
+        return self._needs_search or (self.searches and is_limited)
+
+    @property
+    def _needs_search(self) -> bool:
+        """Whether a search decides on a size; growth by memory needs it as its bound."""
+        grows_by_memory = self.batch_increase_function is not None and self.growth_limit == "memory"
+        return self.use_maximum_batch_size or self.max_tokens_per_micro_batch == "auto" or grows_by_memory
 
 
 @dataclass(frozen=True)

@@ -781,3 +781,8 @@ SIGINT_CASES = [
     SignalCase(13, ON_ONE_DEVICE, signal.SIGINT, "launcher", "step"),
     SignalCase(14, ON_TWO_RANKS, signal.SIGINT, "launcher"),
 ]
+SIGHUP_CASES = [
+    SignalCase(15, ON_ONE_DEVICE, signal.SIGHUP, "launcher"),
+    SignalCase(16, ON_TWO_RANKS, signal.SIGHUP, "launcher"),
+    SignalCase(17, ON_TWO_RANKS, signal.SIGHUP, "one rank", "step"),
+]

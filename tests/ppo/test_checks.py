@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from torch import nn
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.ppo.checks import check_turns
+from torchtune_adaptive.ppo.checks import check_ppo_models, check_turns
 
 TURNS: dict[str, Any] = {
     "batch_size": 4,
@@ -50,3 +51,22 @@ def test_no_number_of_ppo_may_be_missing(name: str) -> None:
     check_turns(OmegaConf.create(TURNS | {"stop_token_ids": None}))
     with pytest.raises(InputError, match=f"`{name}` must be an? .*, but is None instead"):
         check_turns(OmegaConf.create({key: value for key, value in TURNS.items() if key != name}))
+
+
+def with_vocabulary(tokens: int) -> nn.Module:
+    model = nn.Module()
+    model.tok_embeddings = nn.Embedding(tokens, 1)
+    return model
+
+
+def test_a_reward_model_must_know_every_token_that_the_policy_can_generate() -> None:
+    policy, prompts = with_vocabulary(8), [{"tokens": [7]}]
+    for fits in (with_vocabulary(8), with_vocabulary(9), nn.Linear(1, 1)):
+        check_ppo_models(policy, fits, prompts)
+    with pytest.raises(InputError) as refused:
+        check_ppo_models(policy, with_vocabulary(7), prompts)
+    assert str(refused.value) == (
+        "`reward_and_value_model` must have at least the vocabulary of `policy_model` (8 tokens), but has 7 instead."
+    )
+    with pytest.raises(InputError, match="the vocabulary of `policy_model`, but gives 8 in the first sample"):
+        check_ppo_models(policy, with_vocabulary(9), [{"tokens": [8]}])

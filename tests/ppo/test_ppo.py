@@ -11,6 +11,7 @@ from torch import nn
 from torchtune.modules import KVCache, attention
 
 from benchmarks.support.ppo_runs import (
+    ANSWERS,
     ANSWERS_PER_STEP,
     LIMIT_BYTES,
     PROMPT_TOKENS,
@@ -188,6 +189,18 @@ def test_a_cache_that_a_failed_turn_left_is_dropped(assets: Path, tmp_path: Path
     assert run_alone(_out_of_memory_among_caches, assets, tmp_path)
 
 
+def _diverge(assets: Path, output_dir: Path) -> list[dict[str, Any]]:
+    keys: dict[str, Any] = {"optimizer__lr": 1e30, "num_steps": 4 * ANSWERS, "adaptive__save_every_n_steps": 1}
+    _recipe(ppo_config(assets, output_dir, **keys)).train()
+    return events_in(output_dir, "not finite")
+
+
+def test_the_first_loss_that_is_not_finite_is_named_with_the_last_good_checkpoint(assets: Path, tmp_path: Path) -> None:
+    (event,) = run_alone(_diverge, assets, tmp_path)
+    assert event["figures"] == "loss nan"
+    assert event["checkpoint"] == str(tmp_path / f"step_{event['step'] - 2}")
+
+
 @pytest.mark.parametrize(
     ("adaptive", "sentence"),
     [
@@ -216,6 +229,11 @@ REFUSED = [
     ("dataset__split", "train[:4]", "`batch_size` must be at most 4, the prompts of `dataset`, but is 12 instead."),
     ("dataset__data_files", "/no/such", "`dataset` must be one that can be created, but failed with {"),
     ("dataset__column", "nope", "`dataset` must have samples, but loading the first one failed: KeyError: 'nope'."),
+    (
+        "dataset",
+        {"_component_": "tests.recipes.test_bad_input.beyond_the_vocabulary"},
+        "`tokenizer` must give tokens below 2048, the vocabulary of `policy_model`, but gives 2048 in the first sample",
+    ),
     ("policy_model", "x", "The config must be one that its recipe can set up, but failed: ValueError: "),
     ("tokenizer__max_seq_len", "x", "`tokenizer.max_seq_len` must be a number, but is 'x' instead."),
     ("max_generated_tokens", 1000, "Rows must have at most the model's max_seq_len (512 tokens), but have 1095."),

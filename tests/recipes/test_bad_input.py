@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torchtune.models.llama2 import llama2
 
 from benchmarks.support.ranks import run_on_ranks
 from benchmarks.support.recipe_runs import SHALLOW, adaptive_recipe, set_up, shallow_assets, tiny_config
 from tests.recipes.test_tune_run import tune_run
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import named_by_path
+from torchtune_adaptive.tiny import MODEL_GEOMETRY
 
 SEARCH = "use_maximum_batch_size=True"
 GROW = "batch_increase_function="
@@ -46,6 +49,10 @@ CASES: dict[str, tuple[list[str], str]] = {
             "dataset.data_files=${tiny_dir}/preferences.json",
         ],
         "must have samples with tokens, labels, but its first one has chosen_input_ids, chosen_labels, rejected_input",
+    ),
+    "tokens beyond the model": (
+        [SEARCH, "dataset._component_=tests.recipes.test_bad_input.beyond_the_vocabulary"],
+        "`tokenizer` must give tokens below 2048, the vocabulary of `model`, but gives 2048 in the first sample",
     ),
     "column that is not there": (
         ["dataset.column_map={input: nope, output: output}"],
@@ -107,6 +114,11 @@ CASES: dict[str, tuple[list[str], str]] = {
 }
 
 
+def beyond_the_vocabulary(tokenizer: Any, **_: Any) -> list[Any]:
+    """A data set that a config can name."""
+    return [{"tokens": [1, 2048], "labels": [1, 2048]}] * 40
+
+
 def _answers(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, str]:
     """The refusal of each case on this rank; no set-up may succeed."""
     from omegaconf import OmegaConf
@@ -134,6 +146,28 @@ def test_a_bad_input_is_refused_by_every_rank_with_one_sentence(case: str, answe
     assert expected in answers[0].get(case, "not refused")
     assert answers[0][case] == answers[1][case]
     assert "\n" not in answers[0][case]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
+def test_a_teacher_of_another_vocabulary_is_refused_before_the_search(tiny_dir: Path, tmp_path: Path) -> None:
+    geometry: dict[str, Any] = MODEL_GEOMETRY | {"vocab_size": 2112, "num_layers": 1}
+    (weights := tmp_path / "weights").mkdir()
+    torch.save(llama2(**geometry).state_dict(), weights / "teacher.pt")
+    teacher = {f"teacher_model__{name}": value for name, value in geometry.items()}
+    teacher |= {"teacher_checkpointer__checkpoint_dir": str(weights), "adaptive__memory_limit": "96MiB"}
+    cfg = tiny_config(
+        "lora_kd_single",
+        shallow_assets(tiny_dir),
+        tmp_path / "out",
+        **SHALLOW,
+        **teacher,
+        use_maximum_batch_size=True,
+    )
+    with pytest.raises(InputError) as refused:
+        set_up(adaptive_recipe("lora_kd_single"), cfg)
+    assert str(refused.value) == (
+        "`teacher_model` must have the vocabulary of `model` (2048 tokens), but has 2112 instead."
+    )
 
 
 @pytest.mark.exhaustive

@@ -22,6 +22,7 @@ from benchmarks.support.crash_runs import (
     ON_ONE_DEVICE,
     ON_TWO_RANKS,
     SETUPS,
+    SIGHUP_CASES,
     SIGINT_CASES,
     SIGTERM_CASES,
     SIGUSR1_CASES,
@@ -182,7 +183,7 @@ def test_a_run_resumed_from_an_older_checkpoint_continues_from_the_one_written_l
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [*SIGTERM_CASES, *SIGUSR1_CASES], ids=lambda case: str(case.number))
+@pytest.mark.parametrize("case", [*SIGTERM_CASES, *SIGUSR1_CASES, *SIGHUP_CASES], ids=lambda case: str(case.number))
 def test_a_run_asked_to_end_saves_its_step_first(
     case: SignalCase, reference: References, assets: Path, tmp_path: Path
 ) -> None:
@@ -228,6 +229,77 @@ def test_a_launcher_ended_by_sigusr1_leaves_ranks_that_save_and_end(
         assert run.wait() == -signal.SIGUSR1
     check_saved_without_launcher(run)
     assert reference(ON_TWO_RANKS).difference(finished(ON_TWO_RANKS, assets, tmp_path)) == ""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGUSR2, signal.SIGXCPU], ids=lambda number: number.name)
+@pytest.mark.parametrize("setup", [ON_ONE_DEVICE, ON_TWO_RANKS], ids=lambda setup: setup.name)
+def test_other_signals_end_a_run_at_once(
+    setup: Setup, number: signal.Signals, reference: References, assets: Path, tmp_path: Path
+) -> None:
+    with launched(setup, assets, tmp_path, holds=[3]) as run:
+        run.wait_for_step(3)
+        run.ranks()[0].send(number)
+        assert run.wait() == (-number if setup.ranks == 1 else 1)
+    last = finished(setup, assets, tmp_path)
+    assert last.resumed_from == "step_2"
+    assert reference(setup).difference(last) == ""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU], ids=lambda number: number.name)
+def test_a_launcher_ended_by_another_signal_leaves_ranks_that_save_and_end(
+    number: signal.Signals, assets: Path, tmp_path: Path
+) -> None:
+    with launched(ON_TWO_RANKS, assets, tmp_path) as run:
+        run.wait_for_start()
+        run.wait_for_step(3)
+        run.send(number)
+        assert run.wait() == -number
+    check_saved_without_launcher(run)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("setup", [ON_ONE_DEVICE, ON_TWO_RANKS], ids=lambda setup: setup.name)
+def test_a_run_goes_on_after_signals_that_mean_nothing_to_it_and_after_a_stop(
+    setup: Setup, reference: References, assets: Path, tmp_path: Path
+) -> None:
+    with launched(setup, assets, tmp_path) as run:
+        run.wait_for_start()
+        run.wait_for_step(2)
+        for number in (signal.SIGPIPE, signal.SIGWINCH, signal.SIGSTOP):
+            run.send(number)
+        time.sleep(0.2)  # what is on its way is logged
+        stopped_at = run.step
+        if setup.ranks == 2:
+            run.wait_for_step(stopped_at + 2)  # the ranks go on
+        else:
+            time.sleep(1)
+            assert run.step == stopped_at
+        run.send(signal.SIGCONT)
+        assert run.wait() == 0
+    assert reference(setup).difference(run) == ""
+
+
+NO_HANG_UP = ["--nproc_per_node", "2", "--signals_to_handle", "SIGTERM,SIGINT,SIGQUIT"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("setup", "options", "status"),
+    [(ON_ONE_DEVICE, [], 0), (ON_TWO_RANKS, [], 1), (ON_TWO_RANKS, NO_HANG_UP, 0)],
+    ids=["one device", "torchrun", "torchrun without hang-ups"],
+)
+def test_nohup_protects_a_run_but_not_torchrun(
+    setup: Setup, options: list[str], status: int, assets: Path, tmp_path: Path
+) -> None:
+    with launched(setup, assets, tmp_path, enter=["nohup"], options=options) as run:
+        run.wait_for_start()
+        run.wait_for_step(3)
+        run.send(signal.SIGHUP)
+        assert run.wait() == status
+    assert (run.checkpoints[-1] == f"step_{run.step}") == (status == 1)
+    assert ("a signal ended the run" in run.output) == (status == 1)
 
 
 @pytest.mark.exhaustive

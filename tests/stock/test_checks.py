@@ -19,12 +19,14 @@ from benchmarks.support.recipe_runs import SHALLOW, adaptive_recipe, shallow_ass
 from tests.support.toys import without_torchvision
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.launch import check_first, filter_messages
+from torchtune_adaptive.schedule import geometric
 from torchtune_adaptive.settings import AdaptiveSettings, named_by_path
 from torchtune_adaptive.stock.checks import (
     check_components,
     check_device,
     check_input_files,
     check_model,
+    check_models,
     check_options,
     check_run,
     check_top_level_keys,
@@ -136,6 +138,10 @@ def test_a_file_that_is_missing_is_named_by_its_key(tmp_path: Path) -> None:
     assert refusal(check_input_files, {"tokenizer": tokenizer, "resume_from_checkpoint": True}) == sentence
     # A run that resumes need not have the files that the first run began with.
     check_input_files(OmegaConf.create(missing | {"resume_from_checkpoint": True}))
+    # The reference of LoRA DPO is its own model without adapters, whose files no key names.
+    reference = {"ref_checkpointer": block | {"checkpoint_dir": "/no/such"}}
+    check_input_files(OmegaConf.create(reference | {"model": {"lora_attn_modules": ["q_proj"]}}))
+    assert "`ref_checkpointer.checkpoint_dir` must" in refusal(check_input_files, reference)
     # The user's own component may read a name on a hub, and a data set's source may be one.
     own = {"tokenizer": {"_component_": "my.tokenizer", "path": "hub/name"}, "dataset": {"source": "hub/name"}}
     check_input_files(OmegaConf.create(own))
@@ -274,6 +280,7 @@ def test_two_messages_that_concern_no_user_are_filtered_and_no_other(caplog: pyt
 # ---- options
 
 SEARCHES: dict[str, Any] = {"use_maximum_batch_size": True}
+GROWS: dict[str, Any] = {"batch_increase_function": geometric()}
 MEASURES: dict[str, Any] = {"batch_increase_function": gradient_noise_scale()}
 IN_BACKWARD = {"optimizer_in_bwd": True}
 ON_CPU = {"device": "cpu"}
@@ -305,8 +312,8 @@ def check_option(config: dict[str, Any], *, ranks: int = 1, **settings: Any) -> 
         ),
         (IN_BACKWARD, {"global_batch_size": 8}, "`optimizer_in_bwd` must be False with `global_batch_size` 8, .* True"),
         (IN_BACKWARD, {"max_tokens_per_micro_batch": 512}, ".* with `max_tokens_per_micro_batch` 512, but is True"),
-        (IN_BACKWARD, {"growth_limit": "none"}, ".* with `growth_limit` none, but is True"),
-        (IN_BACKWARD, {"lr_scaling": "sqrt"}, ".* with `lr_scaling` sqrt, but is True"),
+        (IN_BACKWARD, GROWS | {"growth_limit": "none"}, ".* with `growth_limit` none, but is True"),
+        (IN_BACKWARD, SEARCHES | {"lr_scaling": "sqrt"}, ".* with `lr_scaling` sqrt, but is True"),
         (
             IN_BACKWARD,
             MEASURES,
@@ -329,6 +336,17 @@ def test_options_that_exclude_each_other_are_refused_only_together(
     check_option(config)
     check_option({}, **settings)
     check_option(dict.fromkeys(config.keys() - {"tensor_parallel_dim", "device"}, False), **settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (IN_BACKWARD, {"growth_limit": "none", "lr_scaling": "sqrt"}),  # nothing changes the batch
+        (ON_CPU | {"compile": True}, GROWS | {"growth_limit": "none"}),  # no search without a limit
+    ],
+)
+def test_a_setting_without_effect_excludes_nothing(config: dict[str, Any], settings: dict[str, Any]) -> None:
+    check_option(config, **settings)
 
 
 NO_TILDE = "must not begin with ~, which only a shell replaces"
@@ -429,6 +447,72 @@ def test_a_plan_for_tensor_parallelism_must_match_the_model() -> None:
     check_model(model, AdaptiveSettings(), {"layers.*": None, "output": None})
     with pytest.raises(InputError, match=r"`tensor_parallel_plan` must .* has 'layers\.\*\.mlp', which matches none\."):
         check_model(model, AdaptiveSettings(), {"output": None, "layers.*.mlp": None})
+
+
+def decoder(*, tokens: int = 8, longest: int = 4) -> nn.Module:
+    """A model that knows as many tokens, and takes rows up to that length."""
+    model: Any = nn.Module()
+    model.tok_embeddings, model.max_seq_len = nn.Embedding(tokens, 1), longest
+    return model
+
+
+def within_another(model: nn.Module) -> nn.Module:
+    outer = nn.Module()
+    outer.decoder = model
+    return outer
+
+
+PAIR = {"rejected_input_ids": [1, 8], "chosen_input_ids": [1]}
+
+
+@pytest.mark.parametrize(
+    ("models", "row", "sentence"),
+    [
+        (
+            [decoder(), decoder(tokens=9)],
+            {"tokens": [1]},
+            "`teacher_model` must have the vocabulary of `model` (8 tokens), but has 9 instead.",
+        ),
+        (
+            [decoder()],
+            {"tokens": [7, 8, 9]},
+            "`tokenizer` must give tokens below 8, the vocabulary of `model`, but gives 8 in the first sample of"
+            " `dataset`.",
+        ),
+        (
+            [within_another(decoder())],
+            PAIR,
+            "`tokenizer` must give tokens below 8, the vocabulary of `model`, but gives 8 in the first sample of"
+            " `dataset`.",
+        ),
+        (
+            [decoder()],
+            {"tokens": torch.tensor([0, -1])},
+            "`tokenizer` must give tokens below 8, the vocabulary of `model`, but gives -1 in the first sample of"
+            " `dataset`.",
+        ),
+        (
+            [decoder(), decoder(longest=2)],
+            {"tokens": [1, 2, 3]},
+            "`teacher_model` must take the rows of `dataset`, but has a max_seq_len of 2, and the first sample has 3"
+            " tokens.",
+        ),
+    ],
+)
+def test_models_that_do_not_fit_each_other_or_the_first_sample_are_refused(
+    models: list[nn.Module], row: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(InputError) as refused:
+        check_models(models, [row])
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "models", [[decoder()], [decoder(longest=9), decoder()], [nn.Linear(1, 1), decoder()], [nn.Linear(1, 1)]]
+)
+def test_models_that_fit_or_whose_sizes_are_not_known_pass(models: list[nn.Module]) -> None:
+    for row in ({"tokens": [0, 7, 7, 7]}, PAIR | {"rejected_input_ids": [7]}, {"text": "x"}):
+        check_models(models, [row, {"tokens": [99]}])  # only the first sample is read
 
 
 @pytest.mark.parametrize(

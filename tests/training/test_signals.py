@@ -71,7 +71,7 @@ def start() -> Iterator[Callable[..., Child]]:
 
 
 LISTENS = """
-for _ in range(2):
+for _ in range(3):
     request = signals.StopRequest()
     with request.listening():
         say("listens", request.is_made())
@@ -84,7 +84,7 @@ sys.stdin.readline()
 
 def test_a_signal_only_makes_the_request_and_later_ends_the_process_as_before(start: Callable[..., Child]) -> None:
     child = start(LISTENS)
-    for asked in (signal.SIGTERM, signal.SIGUSR1):
+    for asked in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         assert child.line() == "listens False"
         child.process.send_signal(asked)
         child.process.send_signal(asked)
@@ -95,8 +95,19 @@ def test_a_signal_only_makes_the_request_and_later_ends_the_process_as_before(st
     assert child.end() == (-signal.SIGTERM, "")
 
 
+def test_a_hang_up_that_is_ignored_stays_ignored(start: Callable[..., Child]) -> None:
+    """As under ``nohup``."""
+    child = start(f"signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{LISTENS}")
+    for asked in (signal.SIGHUP, signal.SIGTERM):
+        assert child.line() == "listens False"
+        child.process.send_signal(asked)
+        child.go_on()
+        assert child.line() == f"has heard {asked == signal.SIGTERM}"
+        assert child.line().startswith("listens no more")
+
+
 def handlers() -> list[object]:
-    return [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    return [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)]
 
 
 def test_without_a_signal_there_is_no_request_and_handlers_are_restored_also_after_an_error() -> None:
@@ -105,7 +116,7 @@ def test_without_a_signal_there_is_no_request_and_handlers_are_restored_also_aft
     listening.__enter__()
     during = handlers()
     assert not listening.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
-    assert [now == then for now, then in zip(during, before, strict=True)] == [False, False, True]
+    assert [now == then for now, then in zip(during, before, strict=True)] == [False, False, False, True]
     assert handlers() == before
     assert not request.is_made()
 

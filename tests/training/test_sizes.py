@@ -113,6 +113,13 @@ def test_a_search_from_below_starts_at_the_configs_batch_size() -> None:
     assert [rows for _, rows, _ in device.tried[1:4]] == [5, 10, 20]
 
 
+@pytest.mark.parametrize("growth_limit", ["none", 50])
+def test_growth_beyond_memory_does_without_a_search_where_nothing_limits_memory(growth_limit: Any) -> None:
+    device, loader = Device(), step_loader(Samples(*[8] * 50))
+    found = device.find(loader, memory_limit_bytes=None, growth_limit=growth_limit, **GROWS)
+    assert (found, device.tried) == (Sizes(), [])
+
+
 # ---- the bound of a search
 
 

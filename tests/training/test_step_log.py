@@ -1,5 +1,6 @@
-"""Every n-th step is logged on rank 0 with all of its figures."""
+"""Every n-th step is logged on rank 0 with all of its figures, and the first odd one is named."""
 
+import math
 import mmap
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torchtune import training
 
-from tests.support.run_logs import lines_in
+from tests.support.run_logs import events_in, lines_in
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory import resident
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
@@ -202,3 +203,66 @@ def test_a_logged_step_is_recorded_with_the_names_of_the_metrics_and_its_epoch(t
     log.write(1, RESULT, epoch=0, seconds=1.0)
     log.write(2, RESULT, epoch=1, seconds=3.0)
     assert lines_in(tmp_path)[1:] == [{"step": 2, "epoch": 1, "seconds": 3.0} | parts.logger.steps[2]]
+
+
+# ---- odd steps
+
+
+def odd_run(parts: Parts, results: dict[int, StepResult], folder: Path, **options: Any) -> None:
+    """Log six steps, of which those in ``results`` are odd, and save a checkpoint after each."""
+    parts.run_log = RunLog(folder, writes=True)
+    parts.run_log.begin(step=0)
+    log = parts.log(every_steps=100, **options)
+    for step in range(1, 7):
+        log.write(step, results.get(step, RESULT), epoch=0, seconds=1.0)
+        (folder / f"step_{step}").mkdir(exist_ok=True)
+        parts.finished.append((folder / f"step_{step}", step))
+
+
+@pytest.mark.parametrize(
+    ("odd", "figures", "good"),
+    [
+        ({"loss": math.nan}, "loss nan", 2),  # nothing shows that the weights after step 3 are good
+        ({"loss": -math.inf, "grad_norm": math.nan}, "loss -inf, gradient norm nan", 2),
+        ({"grad_norm": math.inf}, "gradient norm inf", 3),
+    ],
+)
+def test_the_first_figure_that_is_not_finite_is_named_once_with_the_last_good_checkpoint(
+    odd: dict[str, float], figures: str, good: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = replace(RESULT, **odd)
+    odd_run(Parts(), {4: result, 5: result}, tmp_path)
+    path = tmp_path / f"step_{good}"
+    assert caplog.messages == [
+        f"Step 4: {figures}, the first that is not finite. Training continues."
+        f" The last checkpoint known to give a finite loss is {path} (step {good})."
+    ]
+    assert events_in(tmp_path, "not finite") == [{"step": 4, "figures": figures, "checkpoint": str(path)}]
+
+
+def test_a_checkpoint_that_a_run_resumed_from_may_be_the_last_good_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = replace(RESULT, loss=math.nan)
+    (tmp_path / "before").mkdir()
+    odd_run(Parts(), {2: result}, tmp_path, resumed=(tmp_path / "before", 0))
+    assert caplog.messages[-1].endswith(f"loss is {tmp_path / 'before'} (step 0).")
+    odd_run(Parts(), {1: result}, tmp_path, resumed=(tmp_path / "before", 0))  # its first loss is not finite
+    odd_run(Parts(), {2: result}, tmp_path, resumed=(tmp_path / "removed", 0))
+    odd_run(Parts(), {1: result}, tmp_path)
+    assert len(caplog.messages) == 4
+    assert all(one.endswith(" No checkpoint is known to give a finite loss.") for one in caplog.messages[1:])
+    assert events_in(tmp_path, "not finite") == [{"step": 1, "figures": "loss nan", "checkpoint": None}]
+
+
+def test_the_first_step_without_a_target_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nothing = replace(RESULT, loss=0.0, weight=0.0)
+    odd_run(Parts(), {2: nothing, 5: nothing}, tmp_path)
+    (said,) = caplog.messages
+    assert said.startswith("Step 2 has no target: all labels are masked.")
+    assert events_in(tmp_path, "no target") == [{"step": 2}]
+
+
+def test_other_ranks_name_no_odd_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    odd_run(Parts(), {2: replace(RESULT, loss=math.nan, weight=0.0)}, tmp_path, writes=False)
+    assert caplog.messages == []

@@ -436,6 +436,14 @@ def test_a_step_in_which_nothing_counts_changes_nothing() -> None:
     assert result.metrics == {"mean_x": 0.0, "one": 0.0}
 
 
+def test_the_optimizer_also_steps_where_nothing_counts() -> None:
+    """The weight decay of torchtune's usual optimizer still acts."""
+    model = toy_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    step_of(model, stepping=OptimizerStep(model, [optimizer], ranks=1, max_grad_norm=None))([[ROWS[2]]])
+    assert model.weight.item() == pytest.approx(W * (1 - LR * 0.1))
+
+
 def test_the_model_gets_all_of_the_batch_except_the_labels() -> None:
     model, loss_fn = ToyDecoder(None), nn.CrossEntropyLoss(ignore_index=IGNORED)
     objective = NextToken(model, loss_fn, contextlib.nullcontext(), weight_depends_on_cut=True)

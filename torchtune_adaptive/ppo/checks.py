@@ -1,10 +1,21 @@
 """Options of a PPO run that torchtune reads only during training, and settings that its training loop cannot use."""
 
+from typing import TYPE_CHECKING, Any
+
 from omegaconf import DictConfig, ListConfig
 
 from torchtune_adaptive.errors import InputError, as_integer, quote, require_integer
 from torchtune_adaptive.settings import AdaptiveSettings, named_by_path
-from torchtune_adaptive.stock.checks import check_config, check_flags, is_finite_number
+from torchtune_adaptive.stock.checks import (
+    check_config,
+    check_first_sample,
+    check_flags,
+    is_finite_number,
+    vocabulary_of,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Settings that only this package's training loop and its search support.
 _OF_OUR_TRAINING = (
@@ -55,3 +66,18 @@ def check_turns(cfg: DictConfig) -> None:
     stops = cfg.get("stop_token_ids")
     if stops and not (isinstance(stops, ListConfig) and all(as_integer(one) is not None for one in stops)):
         raise InputError(f"`stop_token_ids` must be a list of integers, but is {quote(stops)} instead.")
+
+
+def check_ppo_models(policy: "nn.Module", reward: "nn.Module", dataset: Any) -> None:
+    """Refuse models that do not fit each other or the first prompt.
+
+    Args:
+        reward: built as the value model; it reads what the policy generates, which can be any token that this knows.
+    """
+    ours, theirs = vocabulary_of(policy), vocabulary_of(reward)
+    if ours is not None and theirs is not None and theirs < ours:
+        raise InputError(
+            f"`reward_and_value_model` must have at least the vocabulary of `policy_model` ({ours} tokens), but has"
+            f" {theirs} instead."
+        )
+    check_first_sample({"policy_model": policy, "reward_and_value_model": reward}, dataset)

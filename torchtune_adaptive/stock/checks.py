@@ -7,6 +7,7 @@ left to it. The last part needs torch, whose import takes seconds.
 import difflib
 import fnmatch
 import inspect
+import itertools
 import math
 import os
 import re
@@ -22,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import InputError, is_number, quote, require_integer
 from torchtune_adaptive.settings import CONFIG_KEYS, AdaptiveSettings, named_by_path, unread_key
-from torchtune_adaptive.stock.configs import config_of, resolved
+from torchtune_adaptive.stock.configs import config_of, is_lora, resolved
 from torchtune_adaptive.stock.installed import adaptive_name, recipe_files, stock_recipe_files
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def check_values(cfg: DictConfig, settings: AdaptiveSettings) -> None:
     check_flags(cfg, _FLAGS)
     _check_numbers(cfg)
     _check_loss(cfg)
-    if settings.searches:
+    if settings.searches_on(str(cfg.get("device")).partition(":")[0]):
         _check_searchable(cfg, on_cpu=_is_on_cpu(cfg))
     _check_steps_after_backward(cfg, settings)
     _check_tensor_parallel(cfg, settings)
@@ -188,9 +189,18 @@ def _check_output_dirs(cfg: DictConfig) -> None:
     blocks = {f"{name}.": block for name, block in content.items() if isinstance(block, dict)}
     for prefix, block in {"": content, **blocks}.items():
         for name in _OUTPUT_DIRS:
-            if str(value := block.get(name)).startswith("~"):
+            _check_encodable(f"{prefix}{name}", value := block.get(name))
+            if str(value).startswith("~"):
                 rule = f"`{prefix}{name}` must not begin with ~, which only a shell replaces"
                 raise InputError(f"{rule}, but is {quote(value)} instead.")
+
+
+def _check_encodable(name: str, path: object) -> None:
+    try:
+        os.fsencode(str(path))
+    except UnicodeEncodeError as error:
+        rule = f"`{name}` must be a path in the file system's encoding, which is {sys.getfilesystemencoding()} here"
+        raise InputError(f"{rule}, but is {quote(path)} instead.") from error
 
 
 def _check_optimizer(cfg: DictConfig) -> None:
@@ -223,8 +233,12 @@ def _check_steps_after_backward(cfg: DictConfig, settings: AdaptiveSettings) -> 
     """With `optimizer_in_bwd`, refuse options that need several micro-steps or a scaled learning rate."""
     if not cfg.get("optimizer_in_bwd", False):
         return
-    defaults = AdaptiveSettings()
-    for name in ("global_batch_size", "max_tokens_per_micro_batch", "growth_limit", "lr_scaling"):
+    defaults, names = AdaptiveSettings(), ["global_batch_size", "max_tokens_per_micro_batch"]
+    if settings.batch_increase_function is not None:
+        names.append("growth_limit")
+    if settings.searches:  # otherwise the batch stays that of the config, and so does the rate
+        names.append("lr_scaling")
+    for name in names:
         value = getattr(settings, name)
         if value != getattr(defaults, name):
             raise InputError(f"`optimizer_in_bwd` must be False with `{name}` {value}, but is True instead.")
@@ -262,14 +276,18 @@ def check_input_files(cfg: DictConfig) -> None:
     """Refuse a path that does not exist, of torchtune's tokenizers, and of its checkpointers unless the run resumes."""
     kinds = (_TOKENIZER,) if cfg.get("resume_from_checkpoint", False) else (_TOKENIZER, _CHECKPOINTER)
     for name, block in resolved(cfg).items():
+        if name == "ref_checkpointer" and is_lora(cfg):
+            continue  # the reference is the policy without its adapters
         if name.endswith(kinds) and isinstance(block, dict) and str(block.get("_component_")).startswith("torchtune."):
             _check_paths(name, block)
 
 
 def _check_paths(name: str, block: dict[str, Any]) -> None:
     for key, value in block.items():
-        if _PATH.fullmatch(key) and isinstance(value, str) and not Path(value).exists():
-            raise InputError(f"`{name}.{key}` must exist, but is {quote(value)} instead.")
+        if _PATH.fullmatch(key) and isinstance(value, str):
+            _check_encodable(f"{name}.{key}", value)
+            if not Path(value).exists():
+                raise InputError(f"`{name}.{key}` must exist, but is {quote(value)} instead.")
     folder, files = block.get("checkpoint_dir"), block.get("checkpoint_files")
     if not isinstance(folder, str) or not isinstance(files, list):
         return  # torchtune also takes a mapping, which describes the files' names
@@ -397,3 +415,55 @@ def check_model(model: "nn.Module", settings: AdaptiveSettings, tensor_parallel_
             raise InputError(
                 f"`tensor_parallel_plan` must name modules of the model, but has {quote(pattern)}, which matches none."
             )
+
+
+_TOKENS = ("tokens", "chosen_input_ids", "rejected_input_ids")  # the ids in a sample, of all kinds of data sets
+
+
+def check_models(models: Sequence["nn.Module"], dataset: Any) -> None:
+    """Refuse a teacher whose predictions have other tokens than the student's, and models that do not fit the data.
+
+    Args:
+        models: the trained one first, then a teacher, or the reference of DPO, which is built as the trained one.
+    """
+    named: dict[str, nn.Module] = dict(zip(("model", "teacher_model"), models, strict=False))
+    sizes = {name: size for name, model in named.items() if (size := vocabulary_of(model)) is not None}
+    if len(sizes) == 2 and sizes["teacher_model"] != sizes["model"]:
+        raise InputError(
+            f"`teacher_model` must have the vocabulary of `model` ({sizes['model']} tokens), but has"
+            f" {sizes['teacher_model']} instead."
+        )
+    check_first_sample(named, dataset)
+
+
+def check_first_sample(models: Mapping[str, "nn.Module"], dataset: Any) -> None:
+    """Refuse models, by their names in the config, that do not take the first sample. Other samples are not read.
+
+    torch would fail in the first step, on a GPU without naming the cause.
+    """
+    from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
+    from torchtune_adaptive.training.batch.row_format import load_sample
+
+    with keep_random_states():  # the data set's transforms may use them
+        row = load_sample(dataset, 0)
+    for tokens, (name, model) in itertools.product((row[key] for key in _TOKENS if key in row), models.items()):
+        size, longest = vocabulary_of(model), getattr(_decoder_of(model), "max_seq_len", None)
+        if size is not None and (odd := [one for one in map(int, tokens) if not 0 <= one < size]):
+            raise InputError(
+                f"`tokenizer` must give tokens below {size}, the vocabulary of `{name}`, but gives {odd[0]} in the"
+                " first sample of `dataset`."
+            )
+        if longest is not None and len(tokens) > longest:
+            raise InputError(
+                f"`{name}` must take the rows of `dataset`, but has a max_seq_len of {longest}, and the first sample"
+                f" has {len(tokens)} tokens."
+            )
+
+
+def vocabulary_of(model: "nn.Module") -> int | None:
+    """The number of tokens that ``model`` knows, None if that is not known."""
+    return getattr(getattr(_decoder_of(model), "tok_embeddings", None), "num_embeddings", None)
+
+
+def _decoder_of(model: "nn.Module") -> "nn.Module":
+    return getattr(model, "decoder", model)  # a model with images has one

@@ -111,7 +111,7 @@ def flattened(cfg: DictConfig) -> dict[str, Any]:
 
 def is_lora(cfg: DictConfig) -> bool:
     """Whether ``cfg`` is for LoRA finetuning instead of full finetuning."""
-    return isinstance(cfg.model, DictConfig) and "lora_attn_modules" in cfg.model
+    return isinstance(cfg.get("model"), DictConfig) and "lora_attn_modules" in cfg.model
 
 
 def is_ppo(cfg: DictConfig) -> bool:
@@ -211,7 +211,7 @@ def _readable_path(name: str) -> Path:
     path = Path(name)
     try:
         path = config_path(name)
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"`--config` must be the name or path of a config, but is {name!r}.") from error
     except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:  # ValueError: not text, or not a path

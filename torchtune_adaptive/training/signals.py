@@ -25,8 +25,14 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context: SIGTERM and SIGUSR1 make the request. Only in the main thread."""
-        before = {one: signal.signal(one, self._make) for one in (signal.SIGTERM, signal.SIGUSR1)}
+        """Context: SIGTERM, SIGUSR1 and SIGHUP make the request. Only in the main thread.
+
+        A SIGHUP that is ignored, as under ``nohup``, stays ignored.
+        """
+        heard = [signal.SIGTERM, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            heard.append(signal.SIGHUP)
+        before = {one: signal.signal(one, self._make) for one in heard}
         try:
             yield
         finally:

@@ -100,7 +100,7 @@ class SizeFinder:
                 "`max_tokens_per_micro_batch` must be null for samples with images, because memory also follows the"
                 f" images, but is {quote(budget)} instead."
             )
-        sizes = self._search() if settings.searches else Sizes()
+        sizes = self._search() if settings.searches_on(self.workload.device.type) else Sizes()
         if isinstance(budget, int):
             # Otherwise the tokenizer truncates samples to fewer tokens.
             if longest is None or self.row_format.sequences * longest > budget:

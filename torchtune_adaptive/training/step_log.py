@@ -1,12 +1,13 @@
 """What rank 0 logs while a run trains: the figures of steps, what happened in them, and a summary at the end."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torchtune import training
+from torchtune import training, utils
 
 from torchtune_adaptive.engine.memory.resident import anonymous_bytes
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
@@ -21,7 +22,44 @@ from torchtune_adaptive.training.step_figures import StepResult
 from torchtune_adaptive.training.summary import arrows, log_end
 from torchtune_adaptive.training.train_step import TrainStep
 
+log = utils.get_logger("DEBUG")
+
 _MEMORY_EVENTS = {MemoryPressure.OUT_OF_MEMORY: "out of memory", MemoryPressure.THRASHING: "thrashing"}
+
+
+@dataclass(eq=False)
+class NotFinite:
+    """Warns of the first loss or gradient norm that is not finite, and names the last checkpoint from before.
+
+    Attributes:
+        checkpoints: those that this process has finished, in order, with their steps; later ones are appended to it.
+        resumed: the checkpoint from which the run resumed, with its step.
+    """
+
+    run_log: RunLog
+    checkpoints: Sequence[tuple[Path, int]]
+    resumed: tuple[Path, int] | None = None
+    _has_warned: bool = field(default=False, init=False)
+
+    def look(self, step: int, *, loss: float, grad_norm: float | None = None) -> None:
+        """Look at the figures of step number ``step``, from 1. Later ones are not looked at after a warning."""
+        named = {"loss": loss, "gradient norm": grad_norm}
+        odd = [f"{name} {value}" for name, value in named.items() if value is not None and not math.isfinite(value)]
+        if self._has_warned or not odd:
+            return
+        self._has_warned = True
+        # The next step's loss shows whether the weights of a checkpoint are good.
+        before = step if math.isfinite(loss) else step - 1
+        saved = [*([] if self.resumed is None else [self.resumed]), *self.checkpoints]
+        good = [one for one in saved if one[1] < before and one[0].exists()]
+        last = "No checkpoint is known to give a finite loss."
+        if good:
+            last = f"The last checkpoint known to give a finite loss is {good[-1][0]} (step {good[-1][1]})."
+        figures = ", ".join(odd)
+        log.warning(f"Step {step}: {figures}, the first that is not finite. Training continues. {last}")
+        self.run_log.append(
+            event="not finite", step=step, figures=figures, checkpoint=str(good[-1][0]) if good else None
+        )
 
 
 @dataclass(eq=False)
@@ -30,7 +68,7 @@ class StepLog:
 
     Attributes:
         metric_logger: None on the other ranks, which log nothing.
-        checkpoints: those that this process has finished, in order, with their steps; later ones are appended to it.
+        checkpoints, resumed: as for ``NotFinite``.
         every_steps: figures are logged of every n-th step.
         device: whose own memory statistics are logged; None: they are not.
         ranks: number of ranks over which tokens are counted.
@@ -48,6 +86,7 @@ class StepLog:
     growth: BatchGrowth
     _: KW_ONLY
     checkpoints: Sequence[tuple[Path, int]]
+    resumed: tuple[Path, int] | None = None
     every_steps: int = 1
     device: torch.device | None = None
     ranks: int = 1
@@ -59,6 +98,8 @@ class StepLog:
         self._num_memory_events = 0  # that are written
         # Of all steps that this process has trained; tokens are those of all ranks.
         self._steps, self._num_tokens, self._seconds = 0, 0, 0.0
+        self._not_finite = NotFinite(self.run_log, self.checkpoints, self.resumed)
+        self._has_seen_no_target = False
 
     @property
     def writes(self) -> bool:
@@ -73,6 +114,14 @@ class StepLog:
         if not self.writes:
             return
         self.write_events()
+        self._not_finite.look(step, loss=result.loss, grad_norm=result.grad_norm)
+        if not result.weight and not self._has_seen_no_target:
+            self._has_seen_no_target = True
+            log.warning(
+                f"Step {step} has no target: all labels are masked. Its loss and gradient are 0; the optimizer steps"
+                " all the same, by momentum and weight decay. Later steps like this are not named."
+            )
+            self.run_log.append(event="no target", step=step)
         self._steps += 1
         self._num_tokens += result.num_tokens
         self._seconds += seconds
