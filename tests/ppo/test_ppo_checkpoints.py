@@ -3,7 +3,7 @@
 import errno
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,13 +15,26 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from benchmarks.support.crash_runs import Case, Reference, Setup, reference_of, strike
-from benchmarks.support.ppo_runs import ANSWERS, LIMIT_BYTES, PROMPT_TOKENS, logged_steps, ppo_assets, ppo_config
+from benchmarks.support.ppo_runs import (
+    ANSWERS,
+    LIMIT_BYTES,
+    PROMPT_TOKENS,
+    REWARD_NAME,
+    logged_steps,
+    ppo_assets,
+    ppo_config,
+)
 from benchmarks.support.ranks import run_alone
 from benchmarks.support.recipe_runs import RecordingLogger, local_parameters, same_bits
 from tests.support.run_logs import events_in
 from torchtune_adaptive.errors import InputError, RunEnded
 from torchtune_adaptive.ppo import recipe as ppo
-from torchtune_adaptive.training.checkpoints.folder import LOCK_NAME, CheckpointFolder
+from torchtune_adaptive.training.checkpoints.folder import (
+    CheckpointFolder,
+    read_checkpoint,
+    write_state,
+)
+from torchtune_adaptive.training.folder_lock import LOCK_NAME
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.signals import STATUS_STOPPED
 
@@ -110,7 +123,7 @@ def trained(recipe_class: Any, cfg: DictConfig) -> Outcome:
         pass
     finally:
         recipe._steps.wait()  # otherwise two runs in this process would write and remove the same files
-        recipe._folder._lock.release()  # as at the end of its process
+        recipe._folder._lock = recipe._output_lock = None  # released as at the end of its process
     weights = local_parameters(nn.ModuleList([recipe._policy_model, recipe._value_model]))
     resumed_from = recipe._resumed and recipe._resumed.path.name
     return Outcome(logged_steps(), weights, resumed_from, (recipe._forward_batch_size, recipe._ppo_backward_batch_size))
@@ -293,7 +306,8 @@ def _bad_days(assets: Path, output_dir: Path) -> dict[str, Any]:
     }
     (output_dir / "value" / "epoch_0").rename(output_dir / "value" / "elsewhere")
     found["refused"]["value model"] = _refusal(cfg)
-    (output_dir / "value" / "elsewhere").rename(output_dir / "value" / "epoch_0")
+    values = (output_dir / "value" / "elsewhere").rename(output_dir / "value" / "epoch_0")
+    found["refused"] |= _refused_of_other_weights(assets, output_dir, values, keys)
     half_written = CheckpointFolder(output_dir / "value").unfinished("epoch_9")
     half_written.mkdir()
     trained(asked_to_end_in(2), cfg)  # in its last turn, so the run is complete all the same
@@ -304,10 +318,34 @@ def _bad_days(assets: Path, output_dir: Path) -> dict[str, Any]:
     return found
 
 
-def _no_space_for_values(folder: CheckpointFolder, name: str, state: AdaptiveState) -> Path:
+def _refused_of_other_weights(assets: Path, output_dir: Path, values: Path, keys: dict[str, Any]) -> dict[str, str]:
+    cfg = ppo_config(assets, output_dir, **keys)
+    refused: dict[str, str] = {}
+    kept = shutil.copytree(values, output_dir.parent / "kept")
+    weights = next(values.glob("*.bin"))
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    refused["damaged value model"] = _refusal(cfg)
+    weights.write_bytes(content)
+    saved = read_checkpoint(values).state
+    assert saved is not None
+    write_state(values, replace(saved, run=replace(saved.run, id="other")), digests={})
+    refused["another run's value model"] = _refusal(cfg)
+    shutil.rmtree(values)
+    kept.rename(values)
+    other = output_dir.parent / "other"
+    other.mkdir()
+    torch.save({name: one + 1 for name, one in torch.load(assets / REWARD_NAME).items()}, other / REWARD_NAME)
+    refused["reward model"] = _refusal(
+        ppo_config(assets, output_dir, **keys | {"reward_checkpointer__checkpoint_dir": str(other)})
+    )
+    return refused
+
+
+def _no_space_for_values(folder: CheckpointFolder, name: str, state: AdaptiveState, **options: Any) -> Path:
     if folder.path.name == "value":
         raise OSError(errno.ENOSPC, "No space left on device")
-    return FINISH(folder, name, state)
+    return FINISH(folder, name, state, **options)
 
 
 def _refusal(cfg: DictConfig) -> str:
@@ -332,7 +370,7 @@ def test_another_run_cannot_write_to_the_folder_of_the_value_model(bad_days: tup
     assert found["values are locked"]
 
 
-def test_another_kind_of_turn_or_a_missing_value_model_is_refused(bad_days: tuple[dict[str, Any], Path]) -> None:
+def test_another_kind_of_turn_or_another_model_is_refused(bad_days: tuple[dict[str, Any], Path], assets: Path) -> None:
     found, output_dir = bad_days
     path, values = output_dir / "epoch_0", output_dir / "value" / "epoch_0"
     assert found["refused"] == {
@@ -342,6 +380,12 @@ def test_another_kind_of_turn_or_a_missing_value_model_is_refused(bad_days: tupl
         "num_steps": f"`num_steps` must be at least 36 to resume from '{path}', but is 24 instead.",
         "value model": "`resume_from_checkpoint` must be a checkpoint whose value model exists, but for"
         f" '{path}' there is no '{values}'.",
+        "damaged value model": f"{values}/model-00001-of-00001.bin must be as the run wrote it, but its content has"
+        " changed.",
+        "another run's value model": "`resume_from_checkpoint` must be a checkpoint whose value model exists, but for"
+        f" '{path}' that in '{values}' is of another run.",
+        "reward model": f"`reward_checkpointer` must have the weights that '{path}' was trained on, but has"
+        f" '{output_dir.parent}/other/{REWARD_NAME}' instead of '{assets}/{REWARD_NAME}'.",
     }
 
 

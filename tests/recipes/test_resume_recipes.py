@@ -49,7 +49,9 @@ PLAIN: dict[str, Any] = SHALLOW | {
     "adaptive__oom_recovery": False,
 }
 # Fields of the state that is saved with a checkpoint. Later versions must read them to resume the run.
+STATE_FILE_FIELDS = {"format", "serial", "of_step", "files", "state", "sha256"}
 STATE_FIELDS = {
+    "run",
     "backoff",
     "epochs_run",
     "epoch_samples",
@@ -174,9 +176,10 @@ def test_the_state_of_a_checkpoint_has_the_fields_of_every_version_so_far(
     ranks: list[dict[str, Any]], died_in: Path
 ) -> None:
     contents = [json.loads((died_in / f"epoch_{epoch}" / "adaptive_state.json").read_text()) for epoch in range(4)]
-    assert [content.keys() for content in contents] == [{"serial", "files", "state"}] * 4
+    assert [content.keys() for content in contents] == [STATE_FILE_FIELDS] * 4
     assert [content["serial"] for content in contents] == [1, 2, 3, 4]  # two by the run that died
     assert all(content["state"].keys() == STATE_FIELDS for content in contents)
+    assert len({content["state"]["run"]["id"] for content in contents}) == 1
     assert contents[1]["state"]["global_step"] == ranks[0]["resumed"][0][0] - 1
     assert [content["state"]["epochs_run"] for content in contents] == [1, 2, 3, 4]
 

@@ -1,7 +1,9 @@
 """Where a run resumes, for each value of ``resume_from_checkpoint``, and with which config torchtune is then set up."""
 
 import io
+import os
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +17,24 @@ from torchtune import training
 from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, RunEnded
-from torchtune_adaptive.stock.resume import check_epochs, find_checkpoint, resuming, stock_checkpoint
+from torchtune_adaptive.stock.resume import (
+    check_epochs,
+    content_digest,
+    find_checkpoint,
+    latest_epoch,
+    resuming,
+    stock_checkpoint,
+)
 from torchtune_adaptive.training.checkpoints.folder import (
-    LOCK_NAME,
     RECIPE_STATE_NAME,
+    STATE_NAME,
     Checkpoint,
     CheckpointFolder,
+    read_checkpoint,
     write_state,
 )
+from torchtune_adaptive.training.folder_lock import LOCK_NAME
+from torchtune_adaptive.training.run_state import RunIdentity
 
 EPOCHS = 4
 
@@ -42,11 +54,19 @@ class Run:
         path.mkdir()
         self.folder = CheckpointFolder(path)
 
-    def save(self, name: str, *, epochs_run: int, with_recipe_state: bool = False, files: Sequence[str] = ()) -> Path:
+    def save(
+        self,
+        name: str,
+        *,
+        epochs_run: int,
+        with_recipe_state: bool = False,
+        files: Sequence[str] = (),
+        run: RunIdentity = STATE.run,
+    ) -> Path:
         directory = self.folder.start(name)
         for file in [*files, *([RECIPE_STATE_NAME] if with_recipe_state else [])]:
             (directory / file).write_text("content")
-        return self.folder.finish(name, replace(STATE, epochs_run=epochs_run))
+        return self.folder.finish(name, replace(STATE, epochs_run=epochs_run, run=run))
 
     def find(
         self, wanted: Any, *, epochs: int = EPOCHS, folder: CheckpointFolder | None = None, **keys: Any
@@ -56,6 +76,7 @@ class Run:
             OmegaConf.create({"resume_from_checkpoint": wanted} | keys),
             folder or CheckpointFolder(self.folder.path),
             Consensus(),
+            method=STATE.run.method,
             is_last=lambda one: one.epochs_run >= epochs,
         )
 
@@ -149,7 +170,7 @@ def test_a_run_is_refused_where_it_would_overwrite_checkpoints_that_cannot_be_re
         state = path / "adaptive_state.json"
         state.write_text(state.read_text().replace('"global_step"', '"field_of_tomorrow"'))
     assert run.refusal(wanted) == (
-        f"`output_dir` must be a new folder if no checkpoint in it can be resumed, but '{path}' exists,"
+        f"`output_dir` must be a new folder if no checkpoint of its latest run can be resumed, but '{path}' exists,"
         " which a new run would overwrite."
     )
 
@@ -185,7 +206,136 @@ def test_torchtunes_own_checkpoint_is_taken_if_it_has_more_epochs(run: Run, want
     assert run.find(wanted) == Checkpoint(path / "epoch_1", 0, None, 2, state)
 
 
+# ---- the checkpoints of other runs
+
+OTHER = RunIdentity("other", "full_finetune")
+
+
+@pytest.mark.parametrize("wanted", [True, "auto"])
+def test_an_older_run_in_the_same_folder_is_never_resumed(
+    run: Run, wanted: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither where the latest run has no optimizer state, nor where its checkpoint is damaged."""
+    for epoch in range(3):
+        run.save(f"epoch_{epoch}", epochs_run=epoch + 1, with_recipe_state=True, run=OTHER)
+    path = run.save("epoch_0", epochs_run=1)
+    caplog.clear()
+    refusal = (
+        "`output_dir` must be a new folder if no checkpoint of its latest run can be resumed, but"
+        f" '{run.folder.path}/epoch_2' exists, which a new run would overwrite."
+    )
+    assert run.refusal(wanted) == refusal
+    skipped = f"{run.folder.path}/epoch_1, {run.folder.path}/epoch_2"
+    assert caplog.messages == [f"Skipped checkpoints of another run than the latest: {skipped}"]
+    with pytest.raises(RunEnded):
+        run.find(wanted, epochs=1)
+    run.save("epoch_0", epochs_run=1, with_recipe_state=True)
+    assert run.name_of(wanted) == "epoch_0"
+    (path / RECIPE_STATE_NAME).write_text("CONTENT")
+    assert run.refusal(wanted) == refusal
+    assert run.name_of(str(run.folder.path / "epoch_2")) == "epoch_2"  # which the user names
+
+
+@pytest.mark.parametrize("wanted", [True, "auto"])
+def test_a_run_that_was_killed_before_it_saved_is_not_taken_for_the_one_before_it(run: Run, wanted: Any) -> None:
+    run.save("epoch_3", epochs_run=EPOCHS, with_recipe_state=True, run=OTHER)
+    run.folder.lock()
+    run.folder.claim("of the killed run")
+    assert "must be a new folder" in run.refusal(wanted)
+    assert run.find(False) is None
+    run.folder.claim(OTHER.id)
+    assert run.name_of(wanted) == "epoch_3"
+
+
+@pytest.mark.parametrize("wanted", [True, "auto"])
+def test_torchtunes_run_before_this_one_is_never_resumed(run: Run, wanted: Any) -> None:
+    save_by_stock(run.folder.path, epochs_run=3)
+    stock = stock_checkpoint(run.folder.path, in_background=False)
+    assert stock is not None
+    run.save("epoch_0", epochs_run=1, run=RunIdentity("1f3a", "full_finetune", stock_before=content_digest(stock)))
+    assert "must be a new folder" in run.refusal(wanted)
+    torch.save({training.EPOCHS_KEY: 3, "later": 1}, run.folder.path / "recipe_state" / "recipe_state.pt")
+    found = run.find(wanted)  # torchtune has continued
+    assert found is not None
+    assert found == replace(stock, epochs_run=3)
+
+
+def test_a_damaged_epoch_is_not_taken_for_one_of_torchtune(run: Run) -> None:
+    """Unless torchtune has written it again, in a folder that has our state from before."""
+    directory = run.folder.start("epoch_1")
+    (directory / "model.bin").write_text("weights")
+    torch.save({training.EPOCHS_KEY: 2}, directory / RECIPE_STATE_NAME)
+    path = run.folder.finish("epoch_1", replace(STATE, epochs_run=2))
+    state = run.folder.path / "recipe_state" / "recipe_state.pt"
+    state.parent.mkdir()
+    os.link(path / RECIPE_STATE_NAME, state)
+    (path / "model.bin").write_text("shorter")
+    assert stock_checkpoint(run.folder.path, in_background=False) is None
+    (path / STATE_NAME).rename(path / "kept.json")
+    (path / STATE_NAME).write_text("{")
+    assert stock_checkpoint(run.folder.path, in_background=False) is None
+    (path / "kept.json").rename(path / STATE_NAME)
+    torch.save({training.EPOCHS_KEY: 2, "again": 1}, state)
+    assert stock_checkpoint(run.folder.path, in_background=False) == Checkpoint(path, 0, None, 2, state)
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("wanted", [True, "auto"])
+def test_a_checkpoint_whose_content_has_changed_is_skipped_with_the_files_name(
+    run: Run, wanted: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.save("step_5", epochs_run=0)
+    paths = [run.save(name, epochs_run=1, files=["weights.bin"]) for name in ("step_6", "step_7")]
+    for path in paths:
+        (path / "weights.bin").write_text("CONTENT")
+    caplog.clear()
+    assert run.name_of(wanted) == "step_5"
+    changes = [f"{path}/weights.bin must be as the run wrote it, but its content has changed." for path in paths]
+    assert caplog.messages == [f"Skipped checkpoint {paths[at]}. {changes[at]}" for at in (1, 0)]
+    assert run.refusal(str(paths[0])) == changes[0]
+
+
+# ---- another method
+
+
+def test_a_checkpoint_of_another_method_is_refused(run: Run) -> None:
+    path = run.save("step_5", epochs_run=0, run=RunIdentity("1f3a", "lora_finetune"))
+    refusal = f"`resume_from_checkpoint` must be a checkpoint of full_finetune, but '{path}' is of lora_finetune."
+    assert [run.refusal(wanted) for wanted in (True, "auto", str(path))] == [refusal] * 3
+
+
+def test_torchtunes_checkpoint_with_adapters_is_refused_by_a_recipe_without(run: Run) -> None:
+    save_by_stock(run.folder.path, epochs_run=1)
+    assert run.name_of(True) == "epoch_0"
+    (run.folder.path / "epoch_0" / "adapter_model.pt").touch()
+    assert run.refusal(True).endswith("/epoch_0' is of a LoRA recipe.")
+
+
 # ---- a checkpoint by its path
+
+
+def test_a_checkpoint_is_what_its_content_says_under_any_name(run: Run, tmp_path: Path) -> None:
+    step = run.save("step_5", epochs_run=0)
+    epoch = run.save("epoch_0", epochs_run=1, with_recipe_state=True)
+    (tmp_path / "link").symlink_to(step)
+    for name, path in (("copy", step), ("epoch_7_copy", step), ("step_9", epoch), ("best", epoch)):
+        shutil.copytree(path, tmp_path / name)
+    elsewhere = Run(tmp_path / "elsewhere")
+    for name in ("link", "copy", "epoch_7_copy", "step_9", "best"):
+        found = elsewhere.find(str(tmp_path / name))
+        assert found is not None
+        assert (found.path.name, found.is_of_step) == (name, name not in ("step_9", "best"))
+
+
+def test_torchtunes_checkpoint_may_be_named_by_its_path(run: Run, tmp_path: Path) -> None:
+    save_by_stock(tmp_path / "stock", epochs_run=2)
+    path = tmp_path / "stock" / "epoch_1"
+    assert run.find(str(path)) == Checkpoint(path, 0, None, 2, tmp_path / "stock" / "recipe_state" / "recipe_state.pt")
+    assert run.refusal(str(tmp_path / "stock" / "epoch_0")).startswith(
+        f"{tmp_path}/stock/epoch_0/adaptive_state.json must"
+    )
 
 
 def test_a_checkpoint_may_be_named_by_its_path_whatever_else_there_is(
@@ -316,7 +466,7 @@ def changes(cfg: DictConfig, checkpoint: Checkpoint | None) -> dict[str, Any]:
 
 
 def test_a_new_run_and_one_resumed_from_a_step_are_set_up_as_new(tmp_path: Path) -> None:
-    of_step = Checkpoint(tmp_path / "step_5", 1, STATE, 2)
+    of_step = Checkpoint(tmp_path / "step_5", 1, STATE, 2, is_of_step=True)
     for checkpoint in (None, of_step):
         assert changes(config(), checkpoint) == {"resume_from_checkpoint": False}
     without_key = OmegaConf.create({"checkpointer": {}})
@@ -370,3 +520,22 @@ def test_torchtune_itself_finds_what_it_has_written_in_the_background(tmp_path: 
     checkpoint = Checkpoint(path, 0, None, 2, path / ".metadata")
     cfg = config(enable_async_checkpointing=True)
     assert changes(cfg, checkpoint) == {"resume_from_checkpoint": True}
+
+
+def test_an_epoch_is_the_only_one_that_torchtune_sees_in_its_set_up(run: Run, tmp_path: Path) -> None:
+    """It reads the latest epoch of `output_dir`, which may have none, or one of another run."""
+    path = run.save("epoch_1", epochs_run=2, with_recipe_state=True, files=[*MODEL_FILES, "adapter_model.pt"])
+    torchtunes = {"_component_": "torchtune.training.FullModelHFCheckpointer", "output_dir": str(tmp_path / "new")}
+    for checkpoint, checkpointer, is_shown in (
+        (read_checkpoint(path), torchtunes, True),
+        (read_checkpoint(path), torchtunes | {"_component_": "mine.Checkpointer"}, False),
+        (replace(read_checkpoint(path), is_of_step=True), torchtunes, False),
+        (None, torchtunes, False),
+    ):
+        cfg = resuming(config(checkpointer=checkpointer), checkpoint)
+        with latest_epoch(cfg, checkpoint):
+            folder = Path(cfg.checkpointer.output_dir)
+            assert (folder != tmp_path / "new") is is_shown
+            assert not is_shown or [one.resolve() for one in folder.iterdir()] == [path]
+        assert cfg.checkpointer.output_dir == str(tmp_path / "new")
+        assert not folder.exists()

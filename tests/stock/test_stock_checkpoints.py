@@ -1,6 +1,8 @@
 """torchtune's checkpoints of epochs appear complete, where torchtune looks for them."""
 
+import errno
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +23,7 @@ from torchtune_adaptive.errors import CheckpointError
 from torchtune_adaptive.stock.checkpoints import WholeCheckpointClient, WholeCheckpointer
 from torchtune_adaptive.stock.resume import stock_checkpoint
 from torchtune_adaptive.training.checkpoints.folder import RANK_STATES_NAME, STATE_NAME, Checkpoint, CheckpointFolder
+from torchtune_adaptive.training.folder_lock import FolderReplacedError
 
 EPOCHS = 3
 
@@ -167,7 +170,7 @@ def test_an_epoch_that_cannot_be_saved_is_logged_and_earlier_ones_are_kept(
 
 def test_an_epoch_that_is_saved_again_replaces_the_one_before_unless_it_cannot_be_saved(recipe: Recipe) -> None:
     recipe.save(0)
-    (recipe.path / "epoch_0" / "of_the_run_before.txt").touch()
+    (recipe.path / "epoch_0" / "zzz_of_the_user.txt").touch()
     before = recipe.files()
     recipe.torchtunes.fail = fail_by(OSError(28, "No space left on device"))
     recipe.save(0)
@@ -175,7 +178,41 @@ def test_an_epoch_that_is_saved_again_replaces_the_one_before_unless_it_cannot_b
     assert [one.path.name for one in recipe.found()] == ["epoch_0"]
     recipe.torchtunes.fail = lambda: None
     recipe.save(0)
-    assert recipe.files() == [*of_epoch(0, "recipe_state.pt"), "recipe_state/recipe_state.pt"]
+    assert recipe.files() == [
+        *of_epoch(0, "recipe_state.pt"),
+        "epoch_0/zzz_of_the_user.txt",
+        "recipe_state/recipe_state.pt",
+    ]
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_run_ends_where_its_folder_is_replaced(is_last: bool, recipe: Recipe, tmp_path: Path) -> None:
+    recipe.folder.lock()
+    recipe.save(0)
+    recipe.path.rename(tmp_path / "moved")
+    another = Recipe(recipe.path)  # in a new folder
+    another.save(0)
+    before = another.files()
+    for epoch in (0, 1):
+        recipe.save(epoch)
+        with pytest.raises(FolderReplacedError):
+            recipe.whole.check_saved(Consensus(), is_last=is_last)
+    recipe.whole.set_state(STATE)
+    with pytest.raises(FolderReplacedError):
+        recipe.whole.save_state("dist_epoch_1")
+    assert another.files() == before
+
+
+def test_only_a_shortage_of_space_is_said_with_the_space(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_limit = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (no_limit, no_limit))
+    assert recipe.folder.describe_space(OSError(errno.EMFILE, "Too many open files")) == ""
+    assert " free in " in recipe.folder.describe_space(OSError(errno.ENOSPC, "No space left on device"))
+    assert recipe.folder.describe_space(RuntimeError("by torch, which does not say why")).endswith(
+        f" in {recipe.path})"
+    )
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**20, no_limit))
+    assert recipe.folder.describe_space().endswith(f" in {recipe.path}, `ulimit -f` allows files of 1.0 MiB)")
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])

@@ -204,7 +204,8 @@ def everything(recipe: Any) -> dict[str, Any]:
     trainer = recipe.trainer
     state = asdict(trainer.saver.state(epochs_run=trainer.epochs_run, step=trainer.global_step))
     loader = trainer.loader
-    told_otherwise = ("reference_samples", "config", "backoff")  # which knows what has fitted in the search
+    # Each run has an id of its own, and the backoff knows what has fitted in the search.
+    told_otherwise = ("run", "reference_samples", "config", "backoff")
     for of_rank in state["rank_states"]:
         del of_rank["largest_fitted"]
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]

@@ -9,9 +9,10 @@ import torchtune
 from torchtune_adaptive.engine.search.options import SearchOptions
 from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.training.batch.row_format import Row
-from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.run_state import AdaptiveState, RunIdentity
 
 STATE = AdaptiveState(
+    run=RunIdentity("1f3a", "full_finetune"),
     epochs_run=2,
     epoch_samples=0,
     schedule_steps=25,

@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.training import create_optim_in_bwd_wrapper
 
 from tests.support.run_logs import events_in, lines_in
+from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import CannotCutError, InputError, RunEnded
 from torchtune_adaptive.settings import AdaptiveSettings
@@ -110,6 +111,7 @@ class Recipe:
             output_dir=directory / "output",
             checkpoints=CheckpointFolder(directory / "checkpoints"),
             resumed=None,
+            run=STATE.run,
             cfg=OmegaConf.create({"optimizer": {"_component_": "torch.optim.AdamW"}}),
             config={"optimizer._component_": "torch.optim.AdamW"},
             loss_adds_up=True,
@@ -357,6 +359,7 @@ def test_a_run_resumed_from_a_step_equals_the_uninterrupted_one(step: int, tmp_p
     second.parts = replace(second.parts, resumed=checkpoint)
     trainer = second.trainer(**GROWTH)
     assert trainer.global_step == step
+    assert trainer.step_log.resumed == (checkpoint.path, step)
     trainer.train()
     names = ("step", "loss", "lr", "grad_norm", "batch_size")
     assert figures(first.logger.steps + second.logger.steps, *names) == figures(steps, *names)

@@ -44,10 +44,18 @@ def test_each_line_is_written_at_once_and_a_number_that_is_not_finite_is_null(tm
     run_log.append(step=1, loss=float("nan"), grad_norm=float("inf"), lr=0.5)
     run_log.append(event="checkpoint", step=1, path="x")
     assert lines_in(tmp_path / "new") == [
-        {"event": "started", "step": 0, "ranks": 2},
+        {"event": "started", "step": 0, "run": "", "ranks": 2},
         {"step": 1, "loss": None, "grad_norm": None, "lr": 0.5},
         {"event": "checkpoint", "step": 1, "path": "x"},
     ]
+
+
+def test_lines_of_another_run_are_dropped(tmp_path: Path) -> None:
+    begun(tmp_path, run="a").append(step=1, loss=0.5)
+    begun(tmp_path, run="a", step=1).append(step=2, loss=0.25)
+    assert names_in(tmp_path) == [("started", 0), (None, 1), ("resumed", 1), (None, 2)]
+    begun(tmp_path, run="b", step=2)
+    assert lines_in(tmp_path) == [{"event": "resumed", "step": 2, "run": "b"}]
 
 
 def test_a_decision_is_written_and_kept_with_its_figures(tmp_path: Path) -> None:

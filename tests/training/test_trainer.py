@@ -25,7 +25,7 @@ from benchmarks.support.ranks import run_on_ranks
 from tests.support import growth_functions
 from tests.support.loaders import step_loader
 from tests.support.run_logs import events_in
-from tests.support.toys import search_result
+from tests.support.toys import STATE, search_result
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.rank_states import RankStates
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
@@ -235,6 +235,7 @@ class Toy:
             RankStates(Consensus(), CPU),
             consensus=Consensus(),
             save_epoch=self._save,
+            run=STATE.run,
             config=self.config,
             memory_limit_bytes=1000,
         )

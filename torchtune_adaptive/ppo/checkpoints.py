@@ -8,9 +8,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader
 
+from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.stock.checkpoints import WholeCheckpointer
-from torchtune_adaptive.stock.resume import model_files, resuming
+from torchtune_adaptive.stock.resume import changed_file, model_files, resuming
 from torchtune_adaptive.training.checkpoints.folder import STATE_NAME, Checkpoint, read_checkpoint
 
 
@@ -72,11 +73,11 @@ class LastCheckpointer(WholeCheckpointer):
         self._save()
 
 
-def resuming_with_value_model(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
-    """As ``resuming``, for a policy with a separate value model.
+def resuming_with_value_model(cfg: DictConfig, checkpoint: Checkpoint | None, consensus: Consensus) -> DictConfig:
+    """As ``resuming``, for a policy with a separate value model. A collective.
 
     Raises:
-        InputError: the value model of that epoch does not exist.
+        InputError: the value model of that epoch does not exist, is damaged, or is of another run.
     """
     changed = resuming(cfg, checkpoint)
     if checkpoint is not None and not checkpoint.is_of_step:
@@ -87,7 +88,15 @@ def resuming_with_value_model(cfg: DictConfig, checkpoint: Checkpoint | None) ->
                 "`resume_from_checkpoint` must be a checkpoint whose value model exists, but for"
                 f" {str(checkpoint.path)!r} there is no {str(path)!r}."
             )
+        values = Checkpoint(path, 0, None, checkpoint.epochs_run)
         if (path / STATE_NAME).exists():
-            read_checkpoint(path)  # refuses an incomplete one
-        OmegaConf.update(changed, "value_checkpointer.checkpoint_files", model_files(path), merge=False)
+            values = read_checkpoint(path)  # refuses an incomplete one
+            if change := changed_file(values, consensus):
+                raise InputError(change)
+        if values.run_id != checkpoint.run_id:
+            raise InputError(
+                "`resume_from_checkpoint` must be a checkpoint whose value model exists, but for"
+                f" {str(checkpoint.path)!r} that in {str(path)!r} is of another run."
+            )
+        OmegaConf.update(changed, "value_checkpointer.checkpoint_files", model_files(values), merge=False)
     return changed

@@ -19,13 +19,14 @@ from torchtune_adaptive.engine.memory.devices import allowed_bytes
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError, RunEnded, cannot_recover
 from torchtune_adaptive.ppo.checkpoints import LastCheckpointer, PromptBatches, resuming_with_value_model
-from torchtune_adaptive.ppo.checks import check_ppo_config
+from torchtune_adaptive.ppo.checks import check_ppo_config, check_ppo_models
 from torchtune_adaptive.ppo.turn_sizes import TurnSizes, find_turn_sizes
 from torchtune_adaptive.stock.checkpoints import WholeCheckpointer
 from torchtune_adaptive.stock.checks import check_components, check_input_files
 from torchtune_adaptive.stock.configs import flattened
+from torchtune_adaptive.stock.identity import identity, method_of_recipe
 from torchtune_adaptive.stock.load import load_stock_recipe, setting_up, with_samples
-from torchtune_adaptive.stock.resume import checkpoint_folder, find_checkpoint
+from torchtune_adaptive.stock.resume import checkpoint_folder, find_checkpoint, latest_epoch, lock_output
 from torchtune_adaptive.training.batch.row_format import TokenRows, check_row_length
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.training.found_config import end_search
@@ -33,6 +34,7 @@ from torchtune_adaptive.training.metrics import TolerantLogger
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.signals import StopRequest
+from torchtune_adaptive.training.step_log import NotFinite
 from torchtune_adaptive.training.summary import log_end
 
 log = utils.get_logger("DEBUG")
@@ -66,10 +68,12 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             cfg,
             self._folder,
             self._consensus,
+            method=method_of_recipe(type(self)),
             is_last=lambda one: one.state is not None and one.state.global_step >= all_steps,
         )
         self._values_folder.lock()
-        self._cfg = resuming_with_value_model(cfg, self._resumed)
+        self._output_lock = lock_output(cfg, self._consensus)
+        self._cfg = resuming_with_value_model(cfg, self._resumed, self._consensus)
         check_input_files(self._cfg)
         with setting_up():
             super().__init__(cfg=self._cfg)
@@ -80,11 +84,12 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         Raises:
             RunEnded: the config asks only for the search.
         """
-        with setting_up():
+        with setting_up(), latest_epoch(self._cfg, self._resumed):
             super().setup(self._cfg)
         self._metric_logger = TolerantLogger(self._metric_logger)
         with keep_random_states([self._rng]):  # the data set's transforms may use them
             self._rows.check_sample(self._dataloader.dataset)
+        check_ppo_models(self._policy_model, self._reward_model, self._dataloader.dataset)
         if len(self._dataloader) == 0:  # torchtune would end at once, without training or saving
             prompts = len(self._dataloader.dataset)
             raise InputError(
@@ -93,6 +98,9 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         if self._settings.oom_recovery:
             log.info(str(cannot_recover(WHY_UNRECOVERABLE)))
         self._steps_per_turn = _steps_per_turn(cfg)
+        self._run = identity(
+            self._cfg, method_of_recipe(type(self)), self._resumed, self._folder, self._consensus, has_frozen=False
+        )
         sizes, found = self._set_up_checkpoints(flattened(cfg)), None
         if sizes is not None:
             self._use(*sizes)
@@ -130,6 +138,9 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             CheckpointError: a signal has ended the run, but the run cannot be saved.
         """
         super().cleanup_after_step(*args)
+        losses = torch.stack([one.loss for one in args[1]]).tolist()  # of the turn's optimizer steps
+        for step, loss in enumerate(losses, start=self.global_step - len(losses) + 1):
+            self._not_finite.look(step, loss=loss)
         if self._steps_run < self._total_steps:
             stop = self._stop_request.is_made()
             self._steps.after_steps(self.global_step, steps=self._steps_per_turn, stop=stop, state=self._state)
@@ -160,15 +171,18 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         return list(self._optim_ckpt_wrapper.optim_map.values()) if self._optimizer_in_bwd else [self._optimizer]
 
     def listening(self) -> AbstractContextManager[None]:
-        """Context: after SIGTERM or SIGUSR1, ``train`` finishes its turn, saves and ends."""
+        """Context: after SIGTERM, SIGUSR1 or SIGHUP, ``train`` finishes its turn, saves and ends."""
         return self._stop_request.listening()
 
     def _begin_log(self, found: TurnSizes | None) -> None:
         """Begin the run's log, with what the searches have found."""
         step = self.global_step
         self._run_log = RunLog(self._output_dir, writes=True)
+        if not self._settings.search_only:
+            self._folder.claim(self._run.id)
         self._run_log.begin(
             step=step,
+            run=self._run.id,
             search_only=self._settings.search_only,
             time=time.time(),
             epoch=self._epochs_run,
@@ -177,6 +191,8 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             memory_limit_bytes=allowed_bytes(self._device, self._settings.memory_limit_bytes),
             checkpoint=None if self._resumed is None else str(self._resumed.path),
         )
+        resumed = None if self._resumed is None else (self._resumed.path, step)
+        self._not_finite = NotFinite(self._run_log, self._folder.finished, resumed)
         if found is None:
             return
         chosen = {
@@ -241,6 +257,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
     def _state(self) -> AdaptiveState:
         """The state of the run between turns."""
         return AdaptiveState(
+            run=self._run,
             epochs_run=self._epochs_run,
             epoch_samples=self._dataloader.done * self.batch_size,
             schedule_steps=0,

@@ -20,6 +20,7 @@ from torchtune_adaptive.training.checkpoints.folder import (
     CheckpointFolder,
     write_state,
 )
+from torchtune_adaptive.training.folder_lock import FolderReplacedError
 from torchtune_adaptive.training.run_state import AdaptiveState
 
 log = utils.get_logger("DEBUG")
@@ -39,9 +40,11 @@ class WholeCheckpointer:
 
     def __init__(self, checkpointer: Any, folder: CheckpointFolder) -> None:
         self._checkpointer = checkpointer
+        if hasattr(checkpointer, "_output_dir"):
+            vars(checkpointer)["_output_dir"] = folder.path
         self._folder = folder
         self._state: AdaptiveState | None = None
-        self._failure = ""
+        self._failure: str | FolderReplacedError = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._checkpointer, name)
@@ -51,8 +54,12 @@ class WholeCheckpointer:
 
         Raises:
             CheckpointError: saving failed, and it is the last checkpoint of the run. Otherwise training continues.
+            FolderReplacedError: another run may write to the folder.
         """
-        if failure := consensus.from_rank_zero(self._failure):
+        failure = consensus.from_rank_zero(self._failure)
+        if isinstance(failure, FolderReplacedError):
+            raise failure
+        if failure:
             sentence = f"the checkpoint of an epoch could not be saved: {failure}. Earlier checkpoints are kept."
             if is_last:
                 raise CheckpointError(sentence)
@@ -76,6 +83,7 @@ class WholeCheckpointer:
         """
         assert self._state is not None, "`set_state` comes first"
         try:
+            self._folder.check()
             write_state(self._folder.path / name, self._state)
         except OSError as error:
             log.warning(
@@ -95,8 +103,10 @@ class WholeCheckpointer:
             vars(writer)["_output_dir"] = directory
             writer.save_checkpoint(state_dict, epoch, *args, **options)
             self._finish(name, directory)
+        except FolderReplacedError as error:
+            self._failure = error
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save, on a full disk
-            self._failure = f"{reason_of(error)} ({self._folder.describe_space()})"
+            self._failure = f"{reason_of(error)}{self._folder.describe_space(error)}"
             self._folder.discard(name)
 
     def _finish(self, name: str, written: Path) -> None:
@@ -110,9 +120,7 @@ class WholeCheckpointer:
         path = self._folder.finish(name, self._state)
         if (path / RECIPE_STATE_NAME).exists():
             _link(path / RECIPE_STATE_NAME, self._folder.path / RECIPE_STATE)
-            for other in self._folder.path.glob(f"epoch_*/{RECIPE_STATE_NAME}"):
-                if other.parent != path:
-                    other.unlink()
+            self._folder.drop_recipe_states(path)
         log.info(f"Checkpoint saved to {path}")
 
 

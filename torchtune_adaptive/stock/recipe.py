@@ -23,11 +23,20 @@ from torchtune_adaptive.stock.checks import (
     check_config,
     check_input_files,
     check_model,
+    check_models,
     why_unrecoverable,
 )
 from torchtune_adaptive.stock.configs import flattened
-from torchtune_adaptive.stock.load import setting_up, with_samples
-from torchtune_adaptive.stock.resume import check_epochs, checkpoint_folder, find_checkpoint, resuming
+from torchtune_adaptive.stock.identity import identity, method_of_recipe
+from torchtune_adaptive.stock.load import connecting, setting_up, with_samples
+from torchtune_adaptive.stock.resume import (
+    check_epochs,
+    checkpoint_folder,
+    find_checkpoint,
+    latest_epoch,
+    lock_output,
+    resuming,
+)
 from torchtune_adaptive.training.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.training.batch.image_rows import text_or_images
 from torchtune_adaptive.training.batch.row_format import RowFormat, TokenRows
@@ -72,12 +81,18 @@ class AdaptiveRecipe:
         self._settings = check_config(cfg, ranks=dist.get_world_size() if dist.is_initialized() else 1)
         check_components(cfg)
         self._stop_request = StopRequest()
-        self._consensus = Consensus()
+        with connecting():
+            self._consensus = Consensus()
         check_same_config(flattened(cfg), self._consensus)
         self._folder = checkpoint_folder(cfg)
         self._resumed = find_checkpoint(
-            cfg, self._folder, self._consensus, is_last=lambda one: one.epochs_run >= cfg.epochs
+            cfg,
+            self._folder,
+            self._consensus,
+            method=method_of_recipe(type(self)),
+            is_last=lambda one: one.epochs_run >= cfg.epochs,
         )
+        self._output_lock = lock_output(cfg, self._consensus)
         check_epochs(self._resumed, cfg.epochs)
         self._cfg = resuming(cfg, self._resumed)
         check_input_files(self._cfg)
@@ -86,7 +101,7 @@ class AdaptiveRecipe:
         self._clip_grad_norm = cfg.get("clip_grad_norm", None)  # which some stock recipes do not read
         if cfg.get("optimizer_in_bwd", False) and not self._optimizer_in_bwd:
             raise InputError("`optimizer_in_bwd` must be False for this recipe, which lacks it, but is True instead.")
-        if self._settings.searches:
+        if self._settings.searches_on(self._device.type):
             check_limit(self._settings.memory_limit_bytes, self._device)
 
     def objective(self, *, as_stock: bool) -> Objective:
@@ -129,12 +144,13 @@ class AdaptiveRecipe:
     def setup(self, cfg: DictConfig) -> None:
         """Set up as the stock recipe does, then build the trainer, which may run a batch size search. A collective."""
         given, cfg = cfg, self._cfg
-        with setting_up():
+        with setting_up(), latest_epoch(cfg, self._resumed):
             super().setup(cfg)  # pyright: ignore[reportAttributeAccessIssue]
         self._whole = self.keep_whole()
         resumed = self._resumed
         epochs_run = self.epochs_run if resumed is None else resumed.epochs_run
         check_model(self._model, self._settings, self.tensor_parallel_plan if self.tensor_parallel_dim > 1 else {})
+        check_models(self.models(), self._dataloader.dataset)
         row_format = self.row_format()
         self._activations = self.activations_handling_ctx = Activations(self.activations_handling_ctx)
         parts = RecipeParts(
@@ -163,6 +179,14 @@ class AdaptiveRecipe:
             output_dir=Path(self._output_dir),
             checkpoints=self._folder,
             resumed=resumed,
+            run=identity(
+                cfg,
+                method_of_recipe(type(self)),
+                resumed,
+                self._folder,
+                self._consensus,
+                has_frozen=not all(one.requires_grad for one in self._model.parameters()),
+            ),
             cfg=given,
             config=flattened(given),
             loss_adds_up=not self._settings.cuts_samples or all(map(_is_known, self.losses())),
@@ -176,7 +200,7 @@ class AdaptiveRecipe:
             torch.compiler.reset()  # code compiled for probes would make the sizes of training dynamic
 
     def listening(self) -> AbstractContextManager[None]:
-        """Context: after SIGTERM or SIGUSR1, ``train`` finishes its optimizer step, saves and ends."""
+        """Context: after SIGTERM, SIGUSR1 or SIGHUP, ``train`` finishes its optimizer step, saves and ends."""
         return self._stop_request.listening()
 
     def train(self) -> None:

@@ -1,8 +1,11 @@
 """Which checkpoint a run resumes from, and the config with which a stock recipe then loads it."""
 
-import contextlib
 import copy
-from collections.abc import Callable
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,21 +15,25 @@ from torchtune import training, utils
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, RunEnded, quote
 from torchtune_adaptive.stock.checkpoints import RECIPE_STATE
+from torchtune_adaptive.text import format_bytes
+from torchtune_adaptive.training.checkpoints.digests import digests_of, first_change
 from torchtune_adaptive.training.checkpoints.folder import (
     RECIPE_STATE_NAME,
     STATE_NAME,
     Checkpoint,
     CheckpointFolder,
-    is_of_step,
     read_checkpoint,
+    read_state,
     why_unreadable,
 )
+from torchtune_adaptive.training.folder_lock import FolderLock
 
 log = utils.get_logger("DEBUG")
 
 _WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
 _ADAPTER = "adapter_model"
 _IN_BACKGROUND = "dist_epoch_"  # by recipes that support `enable_async_checkpointing`
+_LONG_BYTES = 2**30  # to read for seconds
 
 
 def checkpoint_folder(cfg: DictConfig, checkpointer: str = "checkpointer") -> CheckpointFolder:
@@ -42,33 +49,77 @@ def checkpoint_folder(cfg: DictConfig, checkpointer: str = "checkpointer") -> Ch
     return CheckpointFolder(path)
 
 
+def lock_output(cfg: DictConfig, consensus: Consensus) -> FolderLock | None:
+    """Lock `output_dir`, where the run's log is, which may be another folder than that of checkpoints. A collective.
+
+    Returns the lock on rank 0, to be kept while the run lasts.
+
+    Raises:
+        InputError: another run uses the folder; on all ranks.
+    """
+    held: list[FolderLock] = []
+    consensus.ask_rank_zero(lambda: held.append(FolderLock(Path(cfg.output_dir))))
+    return held[0] if held else None
+
+
 def find_checkpoint(
-    cfg: DictConfig, folder: CheckpointFolder, consensus: Consensus, *, is_last: Callable[[Checkpoint], bool]
+    cfg: DictConfig,
+    folder: CheckpointFolder,
+    consensus: Consensus,
+    *,
+    method: str,
+    is_last: Callable[[Checkpoint], bool],
 ) -> Checkpoint | None:
     """Lock ``folder`` for this run, and find the checkpoint for ``resume_from_checkpoint``. A collective.
 
-    The key is False for a new run; True or "auto" for the latest checkpoint; or a checkpoint's path. "auto" starts a
-    new run if there is no checkpoint.
+    The key is False for a new run; True or "auto" for the latest checkpoint of the run that was the last to write here;
+    or a checkpoint's path. "auto" starts a new run if there is no such checkpoint. A checkpoint whose files differ from
+    their digests is skipped, or refused if it is named by its path.
+
     Args:
+        method: the recipe's method.
         is_last: whether a checkpoint is that of a complete run.
     Raises:
-        InputError: another run uses the folder, there is no such checkpoint, some rank does not see it, or a new run
-            would overwrite existing ones; on all ranks.
+        InputError: another run uses the folder, there is no such checkpoint, some rank does not see it, it is of
+            another method, or a new run would overwrite existing ones; on all ranks.
         RunEnded: training is already complete; on all ranks.
     """
+    wanted = cfg.get("resume_from_checkpoint", False)
+    by_path = wanted not in (True, False, None, "auto")
+    changed: list[Path] = []
 
     def find() -> Checkpoint | None:
-        folder.lock()
+        last_run = folder.lock().last_run
         folder.discard_unfinished()
-        return _find(cfg, folder, is_last)
+        found = folder.checkpoints()  # always, because serial numbers continue from theirs
+        if by_path:
+            return _checkpoint_at(wanted)
+        stock = stock_checkpoint(folder.path, in_background=cfg.get("enable_async_checkpointing", False))
+        return _Found(folder, found, stock, last_run, changed).choose(wanted, is_last)
 
-    checkpoint = consensus.ask_rank_zero(find)
-    if checkpoint is not None:
+    while (checkpoint := consensus.ask_rank_zero(find)) is not None:
         path = checkpoint.path.absolute()
         unseen = "" if path.is_dir() else f"on rank {consensus.rank} there is no {str(path)!r}."
         if unseen := consensus.first_reason(unseen):
             raise InputError(f"`resume_from_checkpoint` must be a checkpoint that all nodes see, but {unseen}")
+        if not (change := changed_file(checkpoint, consensus)):
+            _check_method(checkpoint, method)
+            break
+        if by_path:
+            raise InputError(change)
+        utils.log_rank_zero(log, f"Skipped checkpoint {checkpoint.path}. {change}", logging.WARNING)
+        changed.append(checkpoint.path)
     return checkpoint
+
+
+def changed_file(checkpoint: Checkpoint, consensus: Consensus) -> str:
+    """Which file of ``checkpoint`` has changed since it was written, as a sentence; "" if none has. A collective."""
+    files = [checkpoint.path / name for name in checkpoint.digests]
+    num_bytes = sum(file.stat().st_size for file in files if file.is_file())
+    if num_bytes >= _LONG_BYTES:
+        utils.log_rank_zero(log, f"Comparing {format_bytes(num_bytes)} of {checkpoint.path} with their digests")
+    own = first_change(checkpoint.path, checkpoint.digests, share=consensus.rank, shares=consensus.world_size)
+    return consensus.first_reason(own)
 
 
 def check_epochs(checkpoint: Checkpoint | None, epochs: int) -> None:
@@ -86,43 +137,102 @@ def check_epochs(checkpoint: Checkpoint | None, epochs: int) -> None:
         )
 
 
-def _find(cfg: DictConfig, folder: CheckpointFolder, is_last: Callable[[Checkpoint], bool]) -> Checkpoint | None:
-    wanted = cfg.get("resume_from_checkpoint", False)
-    found = folder.checkpoints()  # always, because serial numbers continue from theirs
-    if wanted not in (True, False, None, "auto"):
-        return _checkpoint_at(wanted)
-    if not wanted:
-        if steps := [path for path in folder.paths() if is_of_step(path)]:
+@dataclass(frozen=True)
+class _Found:
+    """What there is in a folder.
+
+    Attributes:
+        complete: this package's complete checkpoints, in the order of writing.
+        stock: torchtune's own.
+        last_run: the id of the run that was the last to write here; "" if that is not known.
+        changed: those of ``complete`` whose files differ from their digests.
+    """
+
+    folder: CheckpointFolder
+    complete: Sequence[Checkpoint]
+    stock: Checkpoint | None
+    last_run: str
+    changed: Sequence[Path]
+
+    def choose(self, wanted: object, is_last: Callable[[Checkpoint], bool]) -> Checkpoint | None:
+        """The checkpoint for ``wanted``: True, False, None or "auto"."""
+        paths = self.folder.paths()
+        if not wanted:
+            if steps := [path for path in paths if path.name.startswith("step_")]:
+                raise InputError(
+                    f"`resume_from_checkpoint` must be True or auto if {str(steps[-1])!r} exists, which a new run would"
+                    f" overwrite, but is {quote(wanted)} instead."
+                )
+            return None
+        run_id = self.last_run or (self.complete[-1].run_id if self.complete else "")
+        every = [one for one in self.complete if one.run_id == run_id]
+        own = [one for one in every if one.path not in self.changed]
+        if own and not own[-1].can_resume and is_last(own[-1]):
+            raise RunEnded(f"The run is complete: {own[-1].path} is its last checkpoint.", status=0)
+        latest = next((one for one in reversed(own) if one.can_resume), None)
+        if self._has_stock_of(run_id, every):
+            latest = self.stock
+        elif latest is not None and latest is not own[-1]:
+            log.warning(f"Skipped {own[-1].path}, without optimizer state: the run continues from {latest.path}.")
+        if others := [str(one.path) for one in self.complete if one.run_id != run_id]:
+            log.warning(f"Skipped checkpoints of another run than the latest: {', '.join(others)}")
+        if latest is None and paths:  # damaged, without optimizer state, or of another run
             raise InputError(
-                f"`resume_from_checkpoint` must be True or auto if {str(steps[-1])!r} exists, which a new run would"
-                f" overwrite, but is {quote(wanted)} instead."
+                "`output_dir` must be a new folder if no checkpoint of its latest run can be resumed, but"
+                f" {str(paths[-1])!r} exists, which a new run would overwrite."
             )
-        return None
-    if found and not found[-1].can_resume and is_last(found[-1]):
-        raise RunEnded(f"The run is complete: {found[-1].path} is its last checkpoint.", status=0)
-    latest = next((one for one in reversed(found) if one.can_resume), None)
-    stock = stock_checkpoint(folder.path, in_background=cfg.get("enable_async_checkpointing", False))
-    if stock is not None and (latest is None or stock.epochs_run > latest.epochs_run):
-        latest = stock
-    if latest is None and (paths := folder.paths()):  # damaged, or without optimizer state
+        if latest is None and wanted != "auto":
+            raise InputError(
+                f"`resume_from_checkpoint` must be False or auto if there is no complete checkpoint, as in"
+                f" {str(self.folder.path)!r}, but is {quote(wanted)} instead."
+            )
+        return latest
+
+    def _has_stock_of(self, run_id: str, every: Sequence[Checkpoint]) -> bool:
+        """Whether torchtune's own checkpoint is of the run ``run_id``, and later than ``every`` one of ours."""
+        stock = self.stock
+        if stock is None or (every and stock.epochs_run <= every[-1].epochs_run):
+            return False
+        if stock.run_id or not every:
+            return stock.run_id == run_id or not self.last_run
+        return content_digest(stock) != (every[-1].state.run.stock_before if every[-1].state else "")
+
+
+def content_digest(stock: Checkpoint) -> str:
+    """The digest of the optimizer state of torchtune's own checkpoint; "" if it cannot be read."""
+    assert stock.recipe_state is not None, "`stock_checkpoint` has found it"
+    try:
+        return digests_of([stock.recipe_state])[0]
+    except OSError:
+        return ""
+
+
+def _check_method(checkpoint: Checkpoint, method: str) -> None:
+    """Refuse a checkpoint of another method. torchtune's own says only whether it has adapters."""
+    if checkpoint.state is not None:
+        was = checkpoint.state.run.method
+    else:
+        has_adapter = any(checkpoint.path.glob(f"{_ADAPTER}*"))
+        trains_adapter = "lora" in method or method == "knowledge_distillation"
+        was = method if has_adapter == trains_adapter else "a LoRA recipe" if has_adapter else "a recipe without LoRA"
+    if was != method:
         raise InputError(
-            f"`output_dir` must be a new folder if no checkpoint in it can be resumed, but {str(paths[-1])!r} exists,"
-            " which a new run would overwrite."
+            f"`resume_from_checkpoint` must be a checkpoint of {method}, but {str(checkpoint.path)!r} is of {was}."
         )
-    if latest is None and wanted != "auto":
-        raise InputError(
-            f"`resume_from_checkpoint` must be False or auto if there is no complete checkpoint, as in"
-            f" {str(folder.path)!r}, but is {quote(wanted)} instead."
-        )
-    return latest
 
 
 def _checkpoint_at(wanted: object) -> Checkpoint:
+    """The checkpoint at the path ``wanted``, whatever its name is."""
     if not isinstance(wanted, str) or not wanted or not Path(wanted).is_dir():
         raise InputError(
             f"`resume_from_checkpoint` must be True, False, auto or a checkpoint path, but is {quote(wanted)} instead."
         )
-    checkpoint = read_checkpoint(Path(wanted))
+    path = Path(wanted)
+    if not (path / STATE_NAME).exists():
+        stock = stock_checkpoint(path.absolute().parent, in_background=False)
+        if stock is not None and stock.path.samefile(path):
+            return stock
+    checkpoint = read_checkpoint(path)
     if not checkpoint.can_resume:
         raise InputError(
             "`resume_from_checkpoint` must be a checkpoint with optimizer state (not one after the last epoch, nor one"
@@ -156,16 +266,27 @@ def stock_checkpoint(folder: Path, *, in_background: bool) -> Checkpoint | None:
     if not epoch.is_dir():
         log.warning(f"Skipped {path}, because {epoch} is missing.")
         return None
-    with contextlib.suppress(InputError):
-        read_checkpoint(epoch)
-        return None  # written by this package, whose own files describe it
-    return Checkpoint(epoch, 0, None, epochs_run, path)
+    stock = Checkpoint(epoch, 0, None, epochs_run, path)
+    return None if _is_own(stock) else stock
 
 
-def model_files(path: Path) -> list[str]:
-    """The files of the whole model's weights in the folder ``path``."""
-    files = sorted(one for one in path.iterdir() if one.suffix in _WEIGHTS and one.name != RECIPE_STATE_NAME)
-    return [str(one) for one in files if not one.name.startswith(_ADAPTER)]
+def _is_own(stock: Checkpoint) -> bool:
+    """Whether this package wrote the files, also if they are damaged now, and torchtune has not written them again."""
+    if not (stock.path / STATE_NAME).exists():
+        return False
+    try:
+        listed = read_state(stock.path)[0].digests.get(RECIPE_STATE_NAME)
+    except InputError:
+        return True
+    return listed == content_digest(stock)
+
+
+def model_files(checkpoint: Checkpoint) -> list[str]:
+    """The files of the whole model's weights in an epoch."""
+    path = checkpoint.path.absolute()
+    names = checkpoint.digests or [one.name for one in path.iterdir()]
+    files = sorted(path / name for name in names if Path(name).suffix in _WEIGHTS and name != RECIPE_STATE_NAME)
+    return [str(one) for one in files if one.parent == path and not one.name.startswith(_ADAPTER)]
 
 
 def resuming(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
@@ -181,9 +302,9 @@ def resuming(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
     if checkpoint is None or checkpoint.is_of_step:
         return changed
     path = checkpoint.path.absolute()
-    if path.name.startswith(_IN_BACKGROUND):
+    if _is_in_background(path):
         return changed  # torchtune finds the latest checkpoint itself
-    models = model_files(path)
+    models = model_files(checkpoint)
     if checkpoint.recipe_state is not None:
         OmegaConf.update(changed, "checkpointer.recipe_checkpoint", str(checkpoint.recipe_state.absolute()))
     if any(path.glob(f"{_ADAPTER}*")):
@@ -191,3 +312,26 @@ def resuming(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
     elif models:
         OmegaConf.update(changed, "checkpointer.checkpoint_files", models, merge=False)
     return changed
+
+
+@contextmanager
+def latest_epoch(cfg: DictConfig, checkpoint: Checkpoint | None) -> Iterator[None]:
+    """Context for a set-up with ``cfg`` of ``resuming``: a checkpoint of an epoch is the latest that torchtune sees.
+
+    torchtune reads the latest epoch of the checkpointer's `output_dir`, which may have none, or another run's. Within
+    the context, `output_dir` is a temporary folder with a link; ``WholeCheckpointer`` sets the checkpointer's back.
+    """
+    is_torchtunes = str(OmegaConf.select(cfg, "checkpointer._component_")).startswith("torchtune.")
+    if checkpoint is None or checkpoint.is_of_step or _is_in_background(checkpoint.path) or not is_torchtunes:
+        yield
+        return
+    output_dir = cfg.checkpointer.output_dir
+    with tempfile.TemporaryDirectory(prefix="torchtune_adaptive_") as folder:
+        Path(folder, "epoch_0").symlink_to(checkpoint.path.absolute())
+        OmegaConf.update(cfg, "checkpointer.output_dir", folder)
+        yield
+    OmegaConf.update(cfg, "checkpointer.output_dir", output_dir)
+
+
+def _is_in_background(path: Path) -> bool:
+    return path.name.startswith(_IN_BACKGROUND)

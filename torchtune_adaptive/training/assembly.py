@@ -36,7 +36,7 @@ from torchtune_adaptive.training.optimizers import Stepping, leak_warning
 from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.recovery import prepare_recovery
 from torchtune_adaptive.training.run_log import RunLog
-from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.run_state import AdaptiveState, RunIdentity
 from torchtune_adaptive.training.sizes import SizeFinder, Sizes
 from torchtune_adaptive.training.start import StartingPoint, starting_point
 from torchtune_adaptive.training.step_log import StepLog
@@ -64,6 +64,7 @@ class RecipeParts:
         metric_logger: None on all ranks except rank 0.
         checkpoints: the folder of checkpoints.
         resumed: the checkpoint from which the run resumes; None for a new run.
+        run: which run it is.
         cfg: the run's config as the user gave it.
         config: its values by their dotted keys.
         loss_adds_up: whether the loss of a micro-batch is known to be the sum of those of its parts. Otherwise that is
@@ -97,6 +98,7 @@ class RecipeParts:
     output_dir: Path
     checkpoints: CheckpointFolder
     resumed: Checkpoint | None
+    run: RunIdentity
     cfg: DictConfig
     config: Mapping[str, Any]
     loss_adds_up: bool
@@ -226,6 +228,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             loader,
             growth,
             checkpoints=parts.checkpoints.finished,
+            resumed=None if parts.resumed is None else (parts.resumed.path, start.steps_done),
             every_steps=parts.log_every_steps,
             device=parts.device if parts.with_memory_stats else None,
             ranks=parts.ranks,
@@ -242,6 +245,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             RankStates(consensus, parts.device),
             consensus=consensus,
             save_epoch=parts.save,
+            run=parts.run,
             config=parts.config,
             memory_limit_bytes=memory_limit_bytes,
         )
@@ -326,8 +330,12 @@ def _begun_log(
 ) -> RunLog:
     """The run's log, begun, with the result of the search."""
     run_log = RunLog(parts.output_dir, writes=parts.metric_logger is not None)
+    if parts.metric_logger is not None and not settings.search_only:
+        of_stock = parts.resumed is not None and parts.resumed.state is None  # nothing tells its run from others
+        parts.checkpoints.claim("" if of_stock else parts.run.id)
     run_log.begin(
         step=start.steps_done,
+        run=parts.run.id,
         search_only=settings.search_only,
         time=time.time(),
         epoch=parts.epochs.start,

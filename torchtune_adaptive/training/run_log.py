@@ -42,16 +42,18 @@ class RunLog:
         """Whether lines are written: from ``begin`` on, as long as they can be."""
         return self._descriptor is not None
 
-    def begin(self, *, step: int, search_only: bool = False, **values: Any) -> None:
-        """Append the start of a run after ``step`` optimizer steps, with ``values``.
+    def begin(self, *, step: int, run: str = "", search_only: bool = False, **values: Any) -> None:
+        """Append the start of the run with the id ``run`` after ``step`` optimizer steps, with ``values``.
 
-        Later lines are dropped, because their steps are trained again; at step 0 all lines are. A run that ends after
-        its search (``search_only``) keeps the lines of the run before it.
+        Later lines are dropped, because their steps are trained again; at step 0 and those of another run all are. A
+        run that ends after its search (``search_only``) keeps the lines of the run before it.
         """
         if not self._writes:
             return
         try:
             kept = _lines_up_to(math.inf if search_only else step, self.path) if step or search_only else []
+            if kept and not search_only and json.loads(kept[0]).get("run", "") != run:
+                kept = []
             write_whole(self.path, "".join(f"{line}\n" for line in kept))
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
@@ -61,7 +63,9 @@ class RunLog:
         if not search_only:
             decisions = [line for line in map(json.loads, kept) if line.get("event") == SIZES]
             self.history = [{name: line[name] for name in line if name != "event"} for line in decisions]
-        self.append(event=SEARCH_ONLY if search_only else "resumed" if step else "started", step=step, **values)
+        self.append(
+            event=SEARCH_ONLY if search_only else "resumed" if step else "started", step=step, run=run, **values
+        )
 
     def search(
         self,

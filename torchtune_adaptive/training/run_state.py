@@ -1,5 +1,6 @@
 """The state of a run: its decisions and its position, with which a resumed run continues exactly."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import UnionType
@@ -8,8 +9,27 @@ from typing import Any, get_origin
 from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.errors import quote
 
-# Config keys about files and logging, which do not affect what a run trains.
-_NOT_TRAINED = ("checkpointer", "log_", "metric_logger", "output_dir", "profiler", "resume_from_checkpoint")
+# Config keys about files and logging, which do not affect what a run trains. Of the weights that a checkpointer reads,
+# the content is compared.
+_NOT_TRAINED = re.compile(r"\w*checkpointer\b|log_|metric_logger|output_dir|profiler|resume_from_checkpoint")
+_ALWAYS_POSITIVE = ("batch_size", "micro_batch_limit", "ranks", "reference_samples", "samples_per_step")
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What stays the same in a run, however often it is resumed.
+
+    Attributes:
+        id: a random name.
+        method: the stock recipe without its kind of device, as "full_finetune".
+        frozen: digests of the files with weights that are not trained, by path, of each checkpointer.
+        stock_before: digest of the optimizer state of a stock recipe's run that was in the folder before; "" without.
+    """
+
+    id: str
+    method: str
+    frozen: dict[str, dict[str, str]] = field(default_factory=dict)
+    stock_before: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +37,7 @@ class AdaptiveState:
     """The state of a run after an optimizer step. Batch sizes are in the unit of the config's key.
 
     Attributes:
+        run: the run that this is a state of.
         epochs_run: epochs done.
         epoch_samples: samples over all ranks that the current epoch has trained so far.
         schedule_steps: steps per epoch for which the learning rate schedule was built.
@@ -38,6 +59,7 @@ class AdaptiveState:
             their own, which is read only to resume.
     """
 
+    run: RunIdentity
     epochs_run: int
     epoch_samples: int
     schedule_steps: int
@@ -67,11 +89,16 @@ class AdaptiveState:
         """The state from ``content``, which was read from JSON.
 
         Raises:
-            TypeError: a field is missing or unknown, or its value is of another type.
+            TypeError: a field is missing or unknown, or its value is of another type or out of range.
         """
         pairs = {name: tuple(content[name]) for name in ("left_over", "padding") if name in content}
-        state = cls(**{**content, **pairs})
+        run = {"run": RunIdentity(**content["run"])} if "run" in content else {}
+        state = cls(**{**content, **pairs, **run})
         _check_types(state)
+        _check_types(state.run)
+        for name in (one.name for one in fields(state) if type(getattr(state, one.name)) is int):
+            if getattr(state, name) < (name in _ALWAYS_POSITIVE):
+                raise TypeError(f"{name} is {getattr(state, name)}")
         _check_types(Backoff(**state.backoff))
         for name in pairs:
             if [type(one) for one in getattr(state, name)] != [int, int]:
@@ -98,7 +125,7 @@ class AdaptiveState:
                 changes.append(f"{words} {before} -> {after}")
         for key in sorted({*self.config, *other.config}):
             before, after = self.config.get(key), other.config.get(key)
-            if before != after and not key.startswith(_NOT_TRAINED):
+            if before != after and not _NOT_TRAINED.match(key):
                 is_unused = key == size_key and stays and after != self.batch_size
                 kept = f", but the batch stays {self.batch_size}" if is_unused else ""
                 if key == "seed" and self.ranks == other.ranks:

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.support.full_disk import FullDisk, full_in_each_call
 from tests.support.toys import STATE
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training.checkpoints import folder as folder_module
+from torchtune_adaptive.training.checkpoints.digests import first_change
 from torchtune_adaptive.training.checkpoints.folder import (
     RANK_STATES_NAME,
     RECIPE_STATE_NAME,
@@ -23,10 +24,9 @@ from torchtune_adaptive.training.checkpoints.folder import (
     Checkpoint,
     CheckpointFolder,
     read_checkpoint,
-    read_rank_states,
     write_state,
 )
-from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.run_state import AdaptiveState, RunIdentity
 
 FILES = {"weights.bin": "weights", "more/.metadata": "1", RECIPE_STATE_NAME: "moments"}
 
@@ -75,7 +75,7 @@ def test_a_checkpoint_is_there_with_all_its_files_once_it_is_finished(folder: Ch
     assert path == folder.path / "step_10"
     assert sorted(one.name for one in folder.path.iterdir()) == ["step_10"]
     assert contents(path) == {"weights.bin": "weights"}
-    assert folder.checkpoints() == [Checkpoint(path, 1, state_at(10), 2)]
+    assert folder.checkpoints() == [Checkpoint(path, 1, state_at(10), 2, is_of_step=True)]
 
 
 def test_a_checkpoint_has_its_epochs_and_its_kind(folder: CheckpointFolder) -> None:
@@ -174,17 +174,36 @@ def test_a_checkpoint_is_complete_if_a_later_epoch_has_removed_its_recipe_state(
     assert (checkpoint.recipe_state, checkpoint.can_resume) == (None, False)
 
 
-WRITTEN = {"serial": 1, "files": {}, "state": json.loads(json.dumps(vars(STATE)))}
+def written(**values: Any) -> bytes:
+    """The content of a state file, with its digest."""
+    content = {"format": 2, "serial": 1, "of_step": True, "files": {}, "state": json.loads(json.dumps(asdict(STATE)))}
+    content |= values
+    return json.dumps({**content, "sha256": folder_module._digest_of(content)}).encode()
+
+
+def state_with(**values: Any) -> bytes:
+    return written(state=json.loads(json.dumps(asdict(replace(STATE, rank_states=[])))) | values)
+
+
 STATE_CONTENTS: dict[str, bytes | None] = {
     "missing": None,
-    "cut short": b'{"serial": 1, "files": {',
+    "cut short": b'{"format": 2, "serial": 1, "files": {',
     "no JSON": b"\xff\xfe{}",
     "a list": b"[1, 2]",
-    "no state": json.dumps({"serial": 1, "files": {}}).encode(),
-    "another state": json.dumps(WRITTEN | {"state": {"epochs_run": 1}}).encode(),
-    "no serial": json.dumps(WRITTEN | {"serial": None}).encode(),
-    "a list of files": json.dumps(WRITTEN | {"files": ["weights.bin"]}).encode(),
+    "of an earlier version": json.dumps({"serial": 1, "files": {}, "state": {}}).encode(),
+    "edited": written().replace(b'"serial": 1', b'"serial": 2'),
+    "another state": written(state={"epochs_run": 1}),
+    "no serial": written(serial=None),
+    "a list of files": written(files=["weights.bin"]),
+    "no samples in a step": state_with(samples_per_step=0),
+    "a negative step": state_with(global_step=-1),
+    "no run": state_with(run={}),
 }
+
+
+def test_a_state_as_it_is_written_is_read(tmp_path: Path) -> None:
+    (tmp_path / STATE_NAME).write_bytes(state_with())
+    assert read_checkpoint(tmp_path).state == STATE
 
 
 @pytest.mark.parametrize("content", STATE_CONTENTS.values(), ids=list(STATE_CONTENTS))
@@ -203,24 +222,99 @@ def test_a_state_that_no_run_wrote_is_refused_by_its_path(
     assert caplog.messages == ([] if content is None else [f"Skipped checkpoint {path}. {sentence}"])
 
 
-def test_changed_bytes_in_the_states_of_the_ranks_are_refused_by_their_path(folder: CheckpointFolder) -> None:
-    """Otherwise a run would continue with other random numbers, or end with an error that names no file."""
-    saved = torch.get_rng_state()
-    path = save(folder, "step_1", state=replace(STATE, rank_states=[{"cpu": saved}]))
-    file, sentences = path / RANK_STATES_NAME, set[str]()
-    content = file.read_bytes()
-    for start in range(0, len(content), 40):
-        changed = bytearray(content)
-        changed[start : start + 40] = (255 - byte for byte in content[start : start + 40])
-        file.write_bytes(changed)
+def test_a_bit_that_changes_in_any_file_is_noticed_by_the_files_name(folder: CheckpointFolder) -> None:
+    path = save(folder, "step_1", state=replace(STATE, rank_states=[{"cpu": torch.get_rng_state()}]))
+    checkpoint = read_checkpoint(path)
+    assert sorted(checkpoint.digests) == sorted([*FILES, RANK_STATES_NAME])
+    assert first_change(path, checkpoint.digests) == ""
+    for name in checkpoint.digests:
+        content = (path / name).read_bytes()
+        for place in {0, len(content) // 2, len(content) - 1}:
+            (path / name).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            assert read_checkpoint(path) == checkpoint  # sizes are equal
+            changed = f"{path}/{name} must be as the run wrote it, but its content has changed."
+            assert first_change(path, checkpoint.digests) == changed
+        (path / name).write_bytes(content)
+    assert [first_change(path, checkpoint.digests, share=share, shares=3) for share in range(3)] == ["", "", ""]
+
+
+def test_a_bit_that_changes_in_the_state_is_refused_or_changes_nothing(folder: CheckpointFolder) -> None:
+    path = save(folder, "step_1")
+    checkpoint, content = read_checkpoint(path), (path / STATE_NAME).read_bytes()
+    refused = 0
+    for place in range(len(content)):
+        (path / STATE_NAME).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         try:
-            (states,) = read_rank_states(path)
-        except InputError as refused:
-            sentences.add(str(refused))
-        else:
-            assert torch.equal(states["cpu"], saved)  # they were padding
-    assert len(sentences) > 3
-    assert all(one.startswith(f"{file} must be a readable file, but reading it failed: ") for one in sentences)
+            assert read_checkpoint(path) == checkpoint  # as where a space becomes another
+        except InputError:
+            refused += 1
+    assert refused > len(content) / 2
+
+
+def test_files_whose_digests_are_known_are_not_read_again(folder: CheckpointFolder) -> None:
+    directory = folder.start("step_1")
+    (directory / "weights.bin").write_text("weights")
+    (directory / "notes.txt").write_text("notes")
+    path = folder.finish("step_1", state_at(1), digests={"weights.bin": "f00"})
+    digests = read_checkpoint(path).digests
+    assert digests["weights.bin"] == "f00"
+    assert list(digests) == [RANK_STATES_NAME, "notes.txt", "weights.bin"]
+
+
+# ---- only what was written here is removed
+
+
+def test_folders_with_other_names_are_left_alone(folder: CheckpointFolder) -> None:
+    others = [
+        "unfinished_thesis",
+        "unfinished_step_x",
+        "unfinished_replaced_by_bob",
+        "unfinished_removed_",
+        "epoch_best",
+    ]
+    for name in others:
+        (folder.path / name).mkdir()
+        (folder.path / name / RECIPE_STATE_NAME).write_text("mine")
+    for name in ("step_1", "shared_" + "0" * 32, "replaced_step_1", "removed_step_2"):
+        folder.unfinished(name).mkdir()
+    (folder.unfinished("replaced_step_1") / STATE_NAME).write_text("{}")
+    folder.discard_unfinished()
+    save(folder, "epoch_0")
+    folder.drop_recipe_states(save(folder, "epoch_1"))
+    assert sorted(one.name for one in folder.path.iterdir()) == sorted([*others, "epoch_0", "epoch_1", "step_1"])
+    assert all((folder.path / name / RECIPE_STATE_NAME).exists() for name in (*others, "epoch_1"))
+    assert not (folder.path / "epoch_0" / RECIPE_STATE_NAME).exists()
+
+
+def test_files_that_a_user_adds_outlive_their_checkpoint(folder: CheckpointFolder) -> None:
+    for name in ("step_1", "step_2", "epoch_0"):
+        save(folder, name)
+        (folder.path / name / "mine").mkdir()
+        (folder.path / name / "mine" / "scores.txt").write_text(name)
+    folder.prune(1)
+    save(folder, "epoch_0", {"other.bin": "other"})
+    assert names(folder) == ["step_2", "epoch_0"]
+    assert sorted(one.name for one in folder.path.iterdir()) == ["epoch_0", "step_1", "step_2"]
+    assert contents(folder.path / "step_1") == {"mine/scores.txt": "step_1"}
+    assert contents(folder.path / "epoch_0") == {"other.bin": "other", "mine/scores.txt": "epoch_0"}
+    save(folder, "step_1")
+    assert contents(folder.path / "step_1") == {**FILES, "mine/scores.txt": "step_1"}
+
+
+def test_what_another_run_has_written_is_not_removed(folder: CheckpointFolder) -> None:
+    other = replace(STATE, run=RunIdentity("other", "full_finetune"))
+    for name, state in (
+        ("step_1", other),
+        ("epoch_0", other),
+        ("step_2", STATE),
+        ("epoch_1", STATE),
+        ("step_3", STATE),
+    ):
+        save(folder, name, state=state)
+    folder.prune(1)
+    folder.drop_recipe_states(folder.path / "step_3")
+    assert names(folder) == ["step_1", "epoch_0", "epoch_1", "step_3"]
+    assert [one.can_resume for one in folder.checkpoints()] == [True, True, False, True]
 
 
 # ---- the last checkpoints are kept
@@ -333,7 +427,7 @@ def test_files_and_their_names_are_on_the_disk_before_a_checkpoint_has_its_own_n
     monkeypatch.setattr(Path, "rename", note_rename)
     save(folder, "step_1")
     renamed = events.index("rename unfinished_step_1 step_1")
-    before = {"unfinished_step_1", "weights.bin", "more", ".metadata", RECIPE_STATE_NAME, RANK_STATES_NAME}
+    before = {"weights.bin", "more", ".metadata", RECIPE_STATE_NAME, RANK_STATES_NAME}
     assert {event.removeprefix("sync ") for event in events[: renamed - 2]} == before
     assert events[renamed - 2 :] == [
         f"sync {STATE_NAME}",

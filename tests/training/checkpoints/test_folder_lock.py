@@ -7,18 +7,23 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import filelock
 import pytest
 
+from tests.support.toys import STATE
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.training.checkpoints.folder import LOCK_NAME, CheckpointFolder
+from torchtune_adaptive.training.checkpoints import folder as folder_module
+from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder
+from torchtune_adaptive.training.folder_lock import LOCK_NAME, FolderLock, FolderReplacedError
 
 # Locks the folder, starts two processes that outlive it and have its files open too, and prints their process ids.
 OWNER = """
 import os, subprocess, sys, time
+from torchtune_adaptive.training.checkpoints import folder as folder_module
 from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder
 folder = CheckpointFolder(sys.argv[1])
 folder.lock()
@@ -110,3 +115,103 @@ def test_a_folder_on_which_nothing_can_be_locked_is_used_with_a_warning(
         f"{tmp_path}/new/run cannot be locked, so that another run could write to it: "
         f"OSError: [Errno {errno.ENOLCK}] No locks available."
     ]
+
+
+# ---- the folder itself
+
+
+def replace_folder(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    path.mkdir()
+
+
+def replace_and_lock(path: Path) -> None:
+    """As by another run."""
+    replace_folder(path)
+    (path / LOCK_NAME).write_text("process 1 on elsewhere\n")
+
+
+def remove_lock(path: Path) -> None:
+    (path / LOCK_NAME).unlink()
+
+
+def write_lock_again(path: Path) -> None:
+    """As a program that writes files atomically, or a copy from a backup."""
+    (path / "new").write_text((path / LOCK_NAME).read_text())
+    (path / "new").rename(path / LOCK_NAME)
+
+
+REPLACE = pytest.mark.parametrize("replace", [replace_folder, replace_and_lock, remove_lock, write_lock_again])
+
+
+@REPLACE
+def test_nothing_is_written_where_the_folder_is_no_longer_the_locked_one(
+    replace: Callable[[Path], None], tmp_path: Path
+) -> None:
+    folder = locked(tmp_path / "run")
+    directory = folder.start("step_1")
+    (directory / "weights.bin").write_text("weights")
+    folder.finish("step_1", STATE)
+    folder.start("step_2")
+    replace(tmp_path / "run")
+    (tmp_path / "run" / "unfinished_step_2").mkdir(exist_ok=True)
+    (tmp_path / "run" / "unfinished_step_2" / "of_another_run.bin").write_text("weights")
+    before = sorted(tmp_path.rglob("*"))
+    for write in (
+        lambda: folder.start("step_3"),
+        lambda: folder.finish("step_2", STATE),
+        folder.discard_unfinished,
+        folder.check,
+    ):
+        with pytest.raises(FolderReplacedError) as ended:
+            write()
+        assert str(ended.value) == (
+            f"'{tmp_path}/run' must stay the folder that this run has locked, but is another one now or lacks its"
+            f" {LOCK_NAME}; the run has ended, and what it has saved is untouched."
+        )
+    folder.discard("step_2")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_is_replaced_while_files_are_forced_to_disk_gets_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = locked(tmp_path / "run")
+    folder.start("step_1")
+    write_state = folder_module.write_state
+
+    def write_and_replace(*args: Any, **options: Any) -> None:
+        write_state(*args, **options)
+        replace_folder(tmp_path / "run")
+        (tmp_path / "run" / "unfinished_step_1").mkdir()
+
+    monkeypatch.setattr(folder_module, "write_state", write_and_replace)
+    with pytest.raises(FolderReplacedError):
+        folder.finish("step_1", STATE)
+    assert [one.name for one in (tmp_path / "run").iterdir()] == ["unfinished_step_1"]
+
+
+def test_a_folder_that_comes_back_is_the_same(tmp_path: Path) -> None:
+    """As after a disk was not mounted for a while, or where its path is a link."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    folder = locked(tmp_path / "run")
+    (tmp_path / "disk").rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError):
+        folder.check()
+    (tmp_path / "away").rename(tmp_path / "disk")
+    folder.check()
+
+
+def test_a_folder_that_is_not_locked_is_not_checked(tmp_path: Path) -> None:
+    CheckpointFolder(tmp_path / "none").check()
+
+
+def test_the_lock_names_the_run_that_was_the_last_to_write_here(tmp_path: Path) -> None:
+    folder = locked(tmp_path)
+    assert FolderLock(tmp_path).last_run == ""
+    folder.claim("1f3a")
+    assert FolderLock(tmp_path).last_run == "1f3a"
+    assert FolderLock(tmp_path).last_run == "1f3a"  # opening it again keeps the name
+    folder.claim("")
+    assert FolderLock(tmp_path).last_run == ""

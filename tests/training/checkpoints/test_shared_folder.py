@@ -22,13 +22,15 @@ def said(rank: int, path: Path) -> list[str]:
     consensus, words = Consensus(), []
     own = path / str(rank)
     own.mkdir()
-    write_state(path / "step_1", STATE)
-    write_state(own / f"step_{rank}", STATE)
+    write_state(path / "step_1", STATE, is_of_step=True)
+    write_state(own / f"step_{rank}", STATE, is_of_step=True)
     os.chdir(own)  # the same relative path then leads to another folder on each rank
 
     def find(wanted: object) -> None:
         cfg = DictConfig({"resume_from_checkpoint": wanted})
-        find_checkpoint(cfg, CheckpointFolder(path / "run"), consensus, is_last=lambda one: False)
+        find_checkpoint(
+            cfg, CheckpointFolder(path / "run"), consensus, method=STATE.run.method, is_last=lambda one: False
+        )
 
     checks = [
         lambda: check_shared(CheckpointFolder(path), consensus, is_needed=True),

@@ -26,10 +26,12 @@ from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.training.checkpoints.digests import first_change
 from torchtune_adaptive.training.checkpoints.folder import RANK_STATES_NAME, Checkpoint, CheckpointFolder, write_state
 from torchtune_adaptive.training.checkpoints.reading import TensorReader
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.training.checkpoints.tensors import TrainedTensors
+from torchtune_adaptive.training.folder_lock import FolderReplacedError
 
 ADAMW = {"optimizer._component_": "torch.optim.AdamW", "optimizer.lr": 0.01}
 
@@ -283,6 +285,36 @@ def test_a_missing_folder_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("when", ["before", "while it writes"])
+def test_a_run_ends_where_its_folder_is_replaced(
+    when: str, in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "run", every_steps=1, in_background=in_background)
+    run.folder.lock()
+    assert run.save(1)
+    run.steps.wait()
+
+    def save_again() -> None:
+        run.save(2)
+        run.steps.wait()
+
+    finish = FileSystemWriter.finish
+
+    def replace_folder() -> None:
+        (tmp_path / "run").rename(tmp_path / "moved")
+        (tmp_path / "run").mkdir()
+
+    if when == "before":
+        replace_folder()
+    else:
+        monkeypatch.setattr(FileSystemWriter, "finish", lambda *args: (finish(*args), replace_folder()))
+    with pytest.raises(FolderReplacedError, match=r"/run' must stay the folder that this run has locked"):
+        save_again()
+    assert list((tmp_path / "run").iterdir()) == []
+    assert CheckpointFolder(tmp_path / "moved").checkpoints()[0].path.name == "step_1"
+
+
 # ---- what cannot be loaded
 
 
@@ -379,7 +411,8 @@ def _save_on_two(rank: int, path: Path) -> dict[str, Any]:
     with FullDisk(os, "fsync") if rank == 1 else nullcontext():
         saved["step 4"] = save_of(steps, 4)
     listed = [one.path.name for one in folder.checkpoints()] if rank == 0 else []
-    files = sorted(one.name for one in path.iterdir())
+    files = sorted(one.name for one in path.glob("*step*"))
+    ended = _in_a_replaced_folder(rank, path / "of_two", trainee)
     again = ShardedTrainee(warm_steps=1)
     (checkpoint,) = Consensus().from_rank_zero([one for one in folder.checkpoints() if one.path.name == "step_3"])
     loading = steps_of(folder, again.model, again.optimizer)
@@ -395,8 +428,23 @@ def _save_on_two(rank: int, path: Path) -> dict[str, Any]:
         "at two": at_two,
         "losses": (losses, [again.step(seed=seed) for seed in (3, 4)]),
         "same": same_bits(tensors_of(again, whole=True), tensors_of(trainee, whole=True)),
+        "ended": ended,
+        "changed": [first_change(checkpoint.path, checkpoint.digests, share=rank, shares=2), *checkpoint.digests],
     }
     return found | _own_state(folder)
+
+
+def _in_a_replaced_folder(rank: int, path: Path, trainee: ShardedTrainee) -> str:
+    folder = CheckpointFolder(path)
+    if rank == 0:
+        folder.lock()
+    steps = steps_of(folder, trainee.model, trainee.optimizer)
+    if rank == 0:
+        path.rename(f"{path}_moved")
+        path.mkdir()
+    with pytest.raises(FolderReplacedError) as ended:
+        save_of(steps, 2)
+    return str(ended.value)
 
 
 def _own_state(folder: CheckpointFolder) -> dict[str, Any]:
@@ -443,6 +491,18 @@ def test_two_ranks_save_at_once_and_in_the_background_what_they_then_load(two_ra
 def test_a_checkpoint_that_one_rank_cannot_write_is_saved_on_none(two_ranks: list[dict[str, Any]]) -> None:
     assert [rank["saved"] for rank in two_ranks] == [{"step 2": True, "step 3": True, "step 4": False}] * 2
     assert two_ranks[0]["listed"] == two_ranks[0]["files"] == ["step_2", "step_3"]
+
+
+def test_both_ranks_end_where_their_folder_is_replaced(two_ranks: list[dict[str, Any]], path: Path) -> None:
+    for rank in two_ranks:
+        assert rank["ended"].startswith(f"'{path}/of_two' must stay the folder")
+    assert list((path / "of_two").iterdir()) == []
+
+
+def test_each_rank_has_the_digests_of_all_files_and_compares_its_share(two_ranks: list[dict[str, Any]]) -> None:
+    assert [rank["changed"] for rank in two_ranks] == [
+        ["", ".metadata", "__0_0.distcp", "__1_0.distcp", RANK_STATES_NAME]
+    ] * 2
 
 
 def test_a_checkpoint_that_one_rank_cannot_read_is_loaded_on_none(two_ranks: list[dict[str, Any]], path: Path) -> None:

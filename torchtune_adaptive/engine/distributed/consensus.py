@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtune_adaptive.errors import InputError, RunEnded
+from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded
 
 Answer = TypeVar("Answer")
 
@@ -145,17 +145,17 @@ class Consensus:
         """Call ``ask`` on rank 0, and return its answer on every rank.
 
         Raises:
-            InputError, RunEnded: ``ask`` raised it on rank 0; every rank then raises it. Any other error is raised on
-                rank 0 only. It ends rank 0, and the launcher ends the other ranks.
+            InputError, RunEnded, CheckpointError: ``ask`` raised it on rank 0; every rank then raises it. Any other
+                error is raised on rank 0 only. It ends rank 0, and the launcher ends the other ranks.
         """
         answer: Any = None
         if self.rank == 0:
             try:
                 answer = ask()
-            except (InputError, RunEnded) as error:
+            except (InputError, RunEnded, CheckpointError) as error:
                 answer = error
         answer = self.from_rank_zero(answer)
-        if isinstance(answer, InputError | RunEnded):
+        if isinstance(answer, InputError | RunEnded | CheckpointError):
             raise answer
         return answer
 

@@ -1,29 +1,31 @@
 """The checkpoints in a folder. A checkpoint is complete, or it does not exist.
 
-A checkpoint is written under a temporary name, and renamed once all of its files are on disk. Its last file lists its
-files and their sizes, so that a reader detects missing or truncated files, for example after an interrupted copy.
+A checkpoint is written under a temporary name, and renamed once all of its files are on disk. Its last file lists the
+others with sizes and digests, so that a reader notices missing, truncated and changed ones, for example after an
+interrupted copy. It also says which run wrote the checkpoint.
 """
 
 import contextlib
 import errno
+import hashlib
 import io
 import json
-import os
 import re
+import resource
 import shutil
-import socket
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile, ZipFile
 
 import torch
-from filelock import FileLock, Timeout
 from torchtune import utils
 
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.files import sync, write_whole
 from torchtune_adaptive.text import format_bytes
+from torchtune_adaptive.training.checkpoints.digests import settle
+from torchtune_adaptive.training.folder_lock import FolderLock, FolderReplacedError
 from torchtune_adaptive.training.run_state import AdaptiveState
 
 log = utils.get_logger("DEBUG")
@@ -31,15 +33,16 @@ log = utils.get_logger("DEBUG")
 STATE_NAME = "adaptive_state.json"
 RECIPE_STATE_NAME = "recipe_state.pt"
 RANK_STATES_NAME = "adaptive_ranks.tensors"  # not .pt, as weights
-LOCK_NAME = "adaptive.lock"
+_FORMAT = 2
 _UNFINISHED = "unfinished_"
-_REMOVED, _REPLACED = "removed_", "replaced_"
+_REMOVED, _REPLACED, _SHARED = "removed_", "replaced_", "shared_"
 _NAME = re.compile(r"(?:step|epoch)_\d+")
+_MADE_HERE = re.compile(rf"{_UNFINISHED}(?:(?:{_REMOVED}|{_REPLACED})?{_NAME.pattern}|{_SHARED}[0-9a-f]{{32}})")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint.
+    """A checkpoint.
 
     Attributes:
         path: its folder.
@@ -47,6 +50,8 @@ class Checkpoint:
         state: the run's state without that of each rank, None if a stock recipe wrote the checkpoint.
         epochs_run: epochs done.
         recipe_state: torchtune's file with the optimizer state, None if there is none.
+        is_of_step: whether it was saved after a step, in this package's format instead of torchtune's.
+        digests: those of its files, by name.
     """
 
     path: Path
@@ -54,20 +59,24 @@ class Checkpoint:
     state: AdaptiveState | None
     epochs_run: int
     recipe_state: Path | None = None
-
-    @property
-    def is_of_step(self) -> bool:
-        """Whether it was saved after a step, in this package's format instead of torchtune's."""
-        return is_of_step(self.path)
+    is_of_step: bool = False
+    digests: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def can_resume(self) -> bool:
         """Whether it includes the optimizer state, which torchtune does not save after the last epoch."""
         return self.is_of_step or self.recipe_state is not None
 
+    @property
+    def run_id(self) -> str:
+        """The id of the run that wrote it; "" for a stock recipe's."""
+        return "" if self.state is None else self.state.run.id
+
 
 class CheckpointFolder:
     """Writes checkpoints into a folder, and lists them. Only rank 0 uses it, except ``unfinished``.
+
+    Every method that writes or removes raises FolderReplacedError if the folder is no longer the locked one.
 
     Attributes:
         path: the folder.
@@ -78,30 +87,26 @@ class CheckpointFolder:
         self.path = Path(path)
         self.finished: list[tuple[Path, int]] = []
         self._serial = 0
-        self._lock: FileLock | None = None
+        self._lock: FolderLock | None = None
 
-    def lock(self) -> None:
+    def lock(self) -> FolderLock:
         """Lock the folder for this process, until it ends in any way. It is created if it does not exist.
 
         Raises:
             InputError: another process holds the lock, or the folder is not writable.
         """
-        file = self.path.resolve() / LOCK_NAME
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(file, timeout=0, is_singleton=True)  # one lock for all that this process opens
-            self._lock.acquire()
-        except Timeout as error:
-            owner = file.read_text(errors="replace").strip() or "another process"
-            raise InputError(
-                f"`output_dir` must not be in use by another run, but {owner} writes to {str(self.path)!r}."
-            ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-                raise InputError(f"`output_dir` must be writable, but is not: {reason_of(error)}.") from error
-            log.warning(f"{self.path} cannot be locked, so that another run could write to it: {reason_of(error)}.")
-        with contextlib.suppress(OSError):  # a full disk
-            file.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock = self._lock or FolderLock(self.path)
+        return self._lock
+
+    def claim(self, run_id: str) -> None:
+        """As ``FolderLock.claim``, if the folder is locked."""
+        if self._lock is not None:
+            self._lock.claim(run_id)
+
+    def check(self) -> None:
+        """As ``FolderLock.check``, if the folder is locked."""
+        if self._lock is not None:
+            self._lock.check()
 
     def unfinished(self, name: str) -> Path:
         """The path for the files of checkpoint ``name`` before ``finish``."""
@@ -113,48 +118,62 @@ class CheckpointFolder:
         Raises:
             OSError: it cannot be created, or the folder of checkpoints no longer exists.
         """
+        self.check()
         path = self.unfinished(name)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         return path
 
-    def finish(self, name: str, state: AdaptiveState) -> Path:
+    def finish(self, name: str, state: AdaptiveState, *, digests: Mapping[str, str] | None = None) -> Path:
         """Complete checkpoint ``name`` with ``state``. It replaces an existing one of that name.
 
+        Args:
+            digests: those of files that are on disk already; other files are forced to disk here.
         Raises:
             OSError: a file cannot be written; then there is no new checkpoint.
         """
+        self.check()
         unfinished, path = self.unfinished(name), self.path / name
         self._serial += 1
-        write_state(unfinished, state, serial=self._serial, lists_files=True)
-        sync(unfinished)
+        is_of_step = name.startswith("step_")
+        write_state(unfinished, state, serial=self._serial, is_of_step=is_of_step, digests=digests or {})
+        self.check()  # writing has taken a while
         replaced = self._set_aside(path, _REPLACED) if path.exists() else None
         unfinished.rename(path)
         sync(self.path)
         if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
+            _clear(replaced, keeps_in=path)
         self.finished.append((path, state.global_step))
         return path
 
     def discard(self, name: str) -> None:
         """Remove the files of checkpoint ``name``, which could not be finished."""
-        self._put_back()
-        shutil.rmtree(self.unfinished(name), ignore_errors=True)
+        with contextlib.suppress(OSError, FolderReplacedError):
+            self.check()
+            self._put_back()
+            shutil.rmtree(self.unfinished(name), ignore_errors=True)
 
     def discard_unfinished(self) -> None:
         """Remove incomplete checkpoints of runs that were interrupted. No other run may be writing."""
+        self.check()
         self._put_back()
         for path in self.path.glob(f"{_UNFINISHED}*"):
+            if not _MADE_HERE.fullmatch(path.name):
+                continue
             log.info(f"Removed {path}, an incomplete checkpoint.")
-            shutil.rmtree(path, ignore_errors=True)
+            name = path.name.removeprefix(_UNFINISHED)
+            if name.startswith((_REMOVED, _REPLACED)):
+                _clear(path, keeps_in=self.path / name.partition("_")[2])
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
     def paths(self) -> list[Path]:
         """The folders of all checkpoints that this package has written, complete or not."""
         names = [path for path in sorted(self.path.glob("*_*")) if _NAME.fullmatch(path.name)]
         return [path for path in names if (path / STATE_NAME).is_file()]
 
-    def checkpoints(self) -> list[Checkpoint]:
-        """All complete checkpoints in the order of writing. Incomplete ones are logged."""
+    def checkpoints(self, *, besides: Iterable[Path] = ()) -> list[Checkpoint]:
+        """All complete checkpoints except ``besides``, in the order of writing. Incomplete ones are logged."""
         found: list[Checkpoint] = []
         for path in self.paths():
             try:
@@ -163,20 +182,43 @@ class CheckpointFolder:
                 log.warning(f"Skipped checkpoint {path}. {error}")
         found.sort(key=lambda checkpoint: checkpoint.serial)
         self._serial = max([self._serial, *(one.serial for one in found)])
-        return found
+        return [one for one in found if one.path not in besides]
 
-    def describe_space(self) -> str:
-        """The free disk space as text, for the message about a failed write."""
+    def describe_space(self, error: BaseException | None = None) -> str:
+        """What limits files in the folder, as text, for the message about a failed write.
+
+        Args:
+            error: why it failed; one that has nothing to do with space gives "".
+        """
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return ""
         try:
-            return f"{format_bytes(shutil.disk_usage(self.path).free)} free in {self.path}"
+            space = f"{format_bytes(shutil.disk_usage(self.path).free)} free in {self.path}"
         except OSError:
-            return f"no folder {self.path}"
+            return f" (no folder {self.path})"
+        largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limit = "" if largest == resource.RLIM_INFINITY else f", `ulimit -f` allows files of {format_bytes(largest)}"
+        return f" ({space}{limit})"
 
     def prune(self, keep: int) -> None:
-        """Keep the last ``keep`` checkpoints of steps, and remove older ones."""
-        steps = [one.path for one in self.checkpoints() if one.is_of_step]
+        """Keep the last ``keep`` checkpoints of steps of the latest run, and remove its older ones."""
+        found = self.checkpoints()
+        steps = [one.path for one in found if one.is_of_step and one.run_id == found[-1].run_id]
         for path in steps[:-keep]:
-            shutil.rmtree(self._set_aside(path, _REMOVED), ignore_errors=True)
+            self.check()
+            _clear(self._set_aside(path, _REMOVED), keeps_in=path)
+
+    def drop_recipe_states(self, latest: Path) -> None:
+        """Remove torchtune's optimizer state from the epochs of a run, except from its ``latest``.
+
+        Raises:
+            OSError: one cannot be removed.
+        """
+        run_id = read_checkpoint(latest).run_id
+        for path in self.paths():
+            with contextlib.suppress(InputError):  # a damaged one
+                if path != latest and not (one := read_checkpoint(path)).is_of_step and one.run_id == run_id:
+                    (path / RECIPE_STATE_NAME).unlink(missing_ok=True)
 
     def _set_aside(self, path: Path, why: str) -> Path:
         """Rename a checkpoint before it is removed, so that a partly removed one is not taken for a checkpoint."""
@@ -188,32 +230,41 @@ class CheckpointFolder:
         """Restore the name of a checkpoint whose replacement failed."""
         for aside in self.path.glob(f"{_UNFINISHED}{_REPLACED}*"):
             path = self.path / aside.name.removeprefix(f"{_UNFINISHED}{_REPLACED}")
-            if not path.exists():
+            if _NAME.fullmatch(path.name) and not path.exists():
                 aside.rename(path)
 
 
-def is_of_step(path: Path) -> bool:
-    """Whether the checkpoint in the folder ``path`` was saved after a step."""
-    return path.name.startswith("step_")
-
-
-def write_state(path: Path, state: AdaptiveState, *, serial: int = 0, lists_files: bool = False) -> None:
+def write_state(
+    path: Path,
+    state: AdaptiveState,
+    *,
+    serial: int = 0,
+    is_of_step: bool = False,
+    digests: Mapping[str, str] | None = None,
+) -> None:
     """Write ``state`` into the folder ``path``.
 
     Args:
-        lists_files: force the other files there to disk, and list their sizes.
+        digests: those of files that are on disk already. All other files there are forced to disk, and listed too. None
+            lists no files, because others still write them.
     """
     content = io.BytesIO()
     torch.save(state.rank_states, content)
-    write_whole(path / RANK_STATES_NAME, content.getvalue(), makes_folder=not lists_files)
-    sizes: dict[str, int] = {}
-    for one in [path, *sorted(path.rglob("*"))] if lists_files else []:
-        sync(one)
-        if one.is_file():
-            sizes[one.relative_to(path).as_posix()] = one.stat().st_size
+    write_whole(path / RANK_STATES_NAME, content.getvalue(), makes_folder=digests is None)
+    there = [RANK_STATES_NAME]
+    if digests is not None:
+        files = [one for one in sorted(path.rglob("*")) if one.is_file() and one != path / STATE_NAME]
+        there = [one.relative_to(path).as_posix() for one in files]
+    all_digests = {**settle(path, {*there} - {*(digests or {})}), **(digests or {})}
     values = asdict(replace(state, rank_states=[]))
     del values["rank_states"]
-    write_whole(path / STATE_NAME, json.dumps({"serial": serial, "files": sizes, "state": values}, indent=1) + "\n")
+    listed = {name: {"bytes": (path / name).stat().st_size, "sha256": all_digests[name]} for name in there}
+    written = {"format": _FORMAT, "serial": serial, "of_step": is_of_step, "files": listed, "state": values}
+    read = json.loads(json.dumps(written))  # with the types that a reader sees
+    for folder in (one for one in path.rglob("*") if one.is_dir()):
+        sync(folder)
+    write_whole(path / STATE_NAME, json.dumps({**read, "sha256": _digest_of(read)}, indent=1) + "\n")
+    sync(path)
 
 
 def read_rank_states(path: Path) -> list[dict[str, Any]]:
@@ -224,9 +275,6 @@ def read_rank_states(path: Path) -> list[dict[str, Any]]:
     """
     file = path / RANK_STATES_NAME
     try:
-        with ZipFile(file) as archive:
-            if part := archive.testzip():  # torch does not compare checksums
-                raise BadZipFile(f"{part} has another checksum")
         return torch.load(file, weights_only=True)
     except Exception as error:  # a damaged file can raise any
         raise InputError(f"{file} must be a readable file, but reading it failed: {why_unreadable(error)}.") from error
@@ -238,19 +286,12 @@ def why_unreadable(error: BaseException) -> str:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in ``path``.
+    """The checkpoint in ``path``, all of whose files have their sizes. Their digests are not compared.
 
     Raises:
         InputError: it is incomplete, or not a checkpoint of this package; the message says what is wrong.
     """
-    try:
-        content = json.loads((path / STATE_NAME).read_text())
-        state = AdaptiveState.from_json(content["state"])
-        serial, sizes = int(content["serial"]), dict(content["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{path / STATE_NAME} must be a state file that a run wrote, but reading it failed: {reason_of(error)}."
-        ) from error
+    checkpoint, sizes = read_state(path)
     for name, size in sizes.items():
         file = path / name
         if name == RECIPE_STATE_NAME and not file.exists():
@@ -259,5 +300,57 @@ def read_checkpoint(path: Path) -> Checkpoint:
         if found != size:
             has = "is missing" if found is None else f"has {found}"
             raise InputError(f"{file} must have {size} bytes for its checkpoint to be complete, but {has}.")
+    return checkpoint
+
+
+def read_state(path: Path) -> tuple[Checkpoint, dict[str, int]]:
+    """The checkpoint in ``path`` by its state file, and the sizes that its files must have."""
+    file = path / STATE_NAME
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content.get("format") != _FORMAT:
+            raise ValueError(f"its format is {content.get('format')}, not {_FORMAT}")
+        if content.pop("sha256") != _digest_of(content):
+            raise ValueError("its content has changed")
+        state = AdaptiveState.from_json(content["state"])
+        files = {name: (one["bytes"], one["sha256"]) for name, one in content["files"].items()}
+        serial, is_of_step = int(content["serial"]), bool(content["of_step"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{file} must be a state file that a run wrote, but reading it failed: {reason_of(error)}."
+        ) from error
     recipe_state = path / RECIPE_STATE_NAME
-    return Checkpoint(path, serial, state, state.epochs_run, recipe_state if recipe_state.exists() else None)
+    checkpoint = Checkpoint(
+        path,
+        serial,
+        state,
+        state.epochs_run,
+        recipe_state if recipe_state.exists() else None,
+        is_of_step,
+        {name: digest for name, (_, digest) in files.items()},
+    )
+    return checkpoint, {name: size for name, (size, _) in files.items()}
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _clear(aside: Path, *, keeps_in: Path) -> None:
+    """Remove the checkpoint in ``aside``. Files there that it does not list are the user's, and move to ``keeps_in``.
+
+    One that cannot be removed or moved stays.
+    """
+    with contextlib.suppress(OSError):
+        try:
+            own = {*read_state(aside)[0].digests, STATE_NAME}
+        except InputError:
+            own = {STATE_NAME}
+        files = [one.relative_to(aside) for one in aside.rglob("*") if not one.is_dir()]
+        for name in sorted(files, key=lambda one: one.as_posix() == STATE_NAME):  # the list itself comes last
+            if name.as_posix() in own or (keeps_in / name).exists():
+                (aside / name).unlink()
+            else:
+                (keeps_in / name).parent.mkdir(parents=True, exist_ok=True)
+                (aside / name).rename(keeps_in / name)
+        shutil.rmtree(aside)

@@ -10,7 +10,7 @@ from torchtune_adaptive.engine.recovery.size_range import SizeRange
 from torchtune_adaptive.training.batch.loader import StepLoader
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
-from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.run_state import AdaptiveState, RunIdentity
 
 SaveEpoch = Callable[[int, AdaptiveState], None]  # called with the finished epoch
 
@@ -22,6 +22,7 @@ class RunSaver:
         sizes: the sizes of micro-batches that have and have not fitted.
         others: parts with a ``state_dict`` and a ``load_state_dict``, beside those before.
         save_epoch: saves after an epoch, as torchtune does.
+        run: which run it is.
         config: the run's config, by dotted keys; a resumed run logs changes.
         memory_limit_bytes: the lowest limit of all ranks, None without a limit.
     """
@@ -37,6 +38,7 @@ class RunSaver:
         *,
         consensus: Consensus,
         save_epoch: SaveEpoch,
+        run: RunIdentity,
         config: Mapping[str, Any],
         memory_limit_bytes: int | None,
     ) -> None:
@@ -48,6 +50,7 @@ class RunSaver:
         self._rank_states = rank_states
         self._consensus = consensus
         self._save_epoch = save_epoch
+        self._run = run
         self._config = dict(config)
         self._memory_limit_bytes = memory_limit_bytes
 
@@ -55,6 +58,7 @@ class RunSaver:
         """The state of every part after ``epochs_run`` epochs and ``step`` optimizer steps. A collective."""
         parts = (self._loader, self._micro_batches, *self._others)
         return AdaptiveState(
+            run=self._run,
             epochs_run=epochs_run,
             global_step=step,
             rank_states=self._rank_states.now(largest_fitted=self._sizes.largest_fitted),

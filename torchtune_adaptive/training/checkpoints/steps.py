@@ -22,6 +22,7 @@ from torchtune import utils
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of
 from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.training.checkpoints.digests import settle
 from torchtune_adaptive.training.checkpoints.folder import (
     Checkpoint,
     CheckpointFolder,
@@ -30,6 +31,7 @@ from torchtune_adaptive.training.checkpoints.folder import (
 )
 from torchtune_adaptive.training.checkpoints.reading import TensorReader, TensorsOnly
 from torchtune_adaptive.training.checkpoints.tensors import TrainedTensors
+from torchtune_adaptive.training.folder_lock import FolderReplacedError
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.signals import STATUS_STOPPED
 
@@ -78,6 +80,7 @@ class StepCheckpoints:
         Raises:
             RunEnded: ``stop``, and the run is saved.
             CheckpointError: ``stop``, but the run cannot be saved. Without ``stop`` training continues.
+            FolderReplacedError: another run may write to the folder.
         """
         every = self._every_steps
         is_due = every is not None and step // every > (step - steps) // every
@@ -99,6 +102,9 @@ class StepCheckpoints:
 
         In the background, without ``at_once``, it returns True, and logs the outcome later. If a checkpoint cannot be
         written, earlier ones are kept.
+
+        Raises:
+            FolderReplacedError: another run may write to the folder.
         """
         self.wait()
         name = f"step_{state.global_step}"
@@ -106,7 +112,7 @@ class StepCheckpoints:
             failure = self._consensus.first_reason(self._tensors.unsavable())
             if failure := failure or make_for_all_ranks(name, self._folder, self._consensus):
                 raise CheckpointError(failure)
-            writer = _Writer(self._folder.unfinished(name), publish=lambda: self._publish(name, state))
+            writer = _Writer(self._folder.unfinished(name), publish=lambda digests: self._publish(name, state, digests))
             options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
             options["no_dist"] = self._group is None
             if self._in_background and not at_once:
@@ -202,9 +208,9 @@ class StepCheckpoints:
             )
         return saved
 
-    def _publish(self, name: str, state: AdaptiveState) -> None:
+    def _publish(self, name: str, state: AdaptiveState, digests: Mapping[str, str]) -> None:
         """Called on rank 0 once all ranks have written."""
-        self._folder.finish(name, state)
+        self._folder.finish(name, state, digests=digests)
         if self._keep_last is not None:
             try:
                 self._folder.prune(self._keep_last)
@@ -212,12 +218,16 @@ class StepCheckpoints:
                 log.warning(f"Some older checkpoints could not be removed: {reason_of(error)}.")
 
     def _give_up(self, name: str, error: BaseException) -> None:
+        """Log ``error``, and remove what is written. Called on all ranks; only FolderReplacedError is raised again."""
+        first = _first(error)
+        if isinstance(first, FolderReplacedError):
+            raise FolderReplacedError(str(first)) from error
         if self._consensus.rank == 0:
-            space = self._folder.describe_space()
+            space = self._folder.describe_space(first)
             self._folder.discard(name)
             again = " and saves again at the next checkpoint" if self._every_steps else ""
             log.warning(
-                f"Checkpoint {name} could not be saved: {reason_of(_first(error))} ({space})."
+                f"Checkpoint {name} could not be saved: {reason_of(first)}{space}."
                 f" Earlier checkpoints are kept; training continues{again}."
             )
 
@@ -271,16 +281,29 @@ def check_shared(folder: CheckpointFolder, consensus: Consensus, *, is_needed: b
     )
 
 
-class _Writer(FileSystemWriter):
-    """Calls ``publish`` on rank 0 once every rank has written. Its error is raised on all ranks."""
+class _Written(list[Any]):
+    """What a rank has written, with the digests of its files by name. torch gathers it on rank 0."""
 
-    def __init__(self, path: Path, *, publish: Callable[[], None]) -> None:
-        super().__init__(path)
+    digests: Mapping[str, str] = {}
+
+
+class _Writer(FileSystemWriter):
+    """Calls ``publish`` on rank 0 once every rank has written, with the digests. Its error is raised on all ranks."""
+
+    def __init__(self, path: Path, *, publish: Callable[[Mapping[str, str]], None]) -> None:
+        super().__init__(path, sync_files=False)  # `settle` does
         self._publish = publish
+
+    def write_data(self, plan: Any, planner: Any) -> torch.futures.Future[Any]:
+        written = _Written(super().write_data(plan, planner).value())
+        written.digests = settle(Path(self.path), {one.storage_data.relative_path for one in written})
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(written)
+        return done
 
     def finish(self, metadata: Any, results: Any) -> None:
         super().finish(metadata, results)
-        self._publish()
+        self._publish({name: digest for one in results for name, digest in one.digests.items()})
 
 
 def _unreadable(path: Path, error: BaseException) -> str:

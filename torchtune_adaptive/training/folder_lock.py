@@ -1,0 +1,87 @@
+"""A folder that one run at a time writes to."""
+
+import contextlib
+import errno
+import os
+import socket
+import weakref
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from torchtune import utils
+
+from torchtune_adaptive.errors import CheckpointError, InputError, reason_of
+
+log = utils.get_logger("DEBUG")
+
+LOCK_NAME = "adaptive.lock"
+_RUN = "run "
+
+
+class FolderReplacedError(CheckpointError):
+    """The folder at a path is no longer the one that this run has locked. The run ends, and writes nothing there."""
+
+
+class FolderLock:
+    """Keeps other runs out of a folder, from creation until this process ends in any way, and notices its replacement.
+
+    A folder is told by its lock's file, not by its path: a folder may be renamed, and another made in its place.
+
+    Attributes:
+        last_run: the id of the run that has written here last, "" if there is none.
+    Raises:
+        InputError: another process holds the lock, or the folder is not writable; it is created if it does not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.resolve() / LOCK_NAME
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(self._file, timeout=0, is_singleton=True)  # one lock for all that this process opens
+            self._lock.acquire()
+        except Timeout as error:
+            owner = (self._lines() or [""])[0] or "another process"
+            raise InputError(
+                f"`output_dir` must not be in use by another run, but {owner} writes to {str(path)!r}."
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                raise InputError(f"`output_dir` must be writable, but is not: {reason_of(error)}.") from error
+            log.warning(f"{path} cannot be locked, so that another run could write to it: {reason_of(error)}.")
+        self.last_run = next((line.removeprefix(_RUN) for line in self._lines() if line.startswith(_RUN)), "")
+        self._write(self.last_run)
+        self._descriptor = os.open(self._file, os.O_RDONLY | os.O_CREAT)  # open, so that no other file gets its number
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def claim(self, run_id: str) -> None:
+        """Note that from now on the run ``run_id`` writes here."""
+        self._write(run_id)
+
+    def check(self) -> None:
+        """Check that the folder at the path is the locked one.
+
+        Raises:
+            FolderReplacedError: it is another one, or the lock's file was removed, so that another run may write here.
+            OSError: there is no folder, as when its disk is not mounted.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._file), os.fstat(self._descriptor)):
+                return
+        if not self._path.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
+        raise FolderReplacedError(
+            f"{str(self._path)!r} must stay the folder that this run has locked, but is another one now or lacks its"
+            f" {LOCK_NAME}; the run has ended, and what it has saved is untouched."
+        )
+
+    def _lines(self) -> list[str]:
+        try:
+            return self._file.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return []
+
+    def _write(self, run_id: str) -> None:
+        lines = [f"process {os.getpid()} on {socket.gethostname()}", *([_RUN + run_id] if run_id else [])]
+        with contextlib.suppress(OSError):  # a full disk
+            self._file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
