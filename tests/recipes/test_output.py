@@ -182,6 +182,14 @@ def test_a_config_is_read_as_utf_8_in_an_ascii_locale(
     assert ended.stderr.startswith(f"{recipe}: {sentence}")
 
 
+@pytest.mark.parametrize("kind", ["full", "gone"])
+def test_a_refusal_before_torch_is_imported_keeps_its_status(kind: str, lost: Lost, tmp_path: Path) -> None:
+    recipe = str(REPOSITORY / "recipes/adaptive_full_finetune_single_device.py")
+    ended = run([sys.executable, recipe, "--config", "tiny/full", "batch_size=0"], kind, (ERR,), lost, tmp_path)
+    assert ended.returncode == 1
+    assert ended.stdout.startswith("Standard error cannot be written: ")
+
+
 def test_a_slow_reader_of_a_pipe_that_does_not_block_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "_LONGEST_WAIT_S", 600.0)  # a busy machine is slow
     reader, writer = os.pipe()

@@ -1,7 +1,9 @@
-"""Progress bars: tqdm's, which show nothing where it is not installed."""
+"""Progress bars: tqdm's, which show nothing where it is not installed, or where its output cannot be written."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+_LOST = (OSError, ValueError, AttributeError)  # the output is full, closed, or None
 
 
 class _Silent:
@@ -28,4 +30,27 @@ try:
 except ImportError:
     pass
 else:
-    Bar = tqdm
+
+    class _Tolerant(tqdm):
+        """tqdm's bar. From the first error of its output on, it shows nothing."""
+
+        @staticmethod
+        def status_printer(file: Any) -> Any:
+            try:
+                return tqdm.status_printer(file)
+            except _LOST:
+                return lambda _: None
+
+        def display(self, *args: Any, **options: Any) -> Any:
+            return self._unless_lost(super().display, *args, **options)
+
+        def close(self) -> None:
+            self._unless_lost(super().close)
+
+        def _unless_lost(self, show: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            try:
+                return show(*args, **options)
+            except _LOST:
+                self.disable = True
+
+    Bar = _Tolerant

@@ -130,7 +130,7 @@ def _lines_up_to(step: float, path: Path) -> list[str]:
         OSError: it cannot be read.
     """
     kept: list[str] = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             values = json.loads(line)
             is_kept = values["step"] <= step
