@@ -5,7 +5,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -252,8 +252,11 @@ def stock_checkpoint(folder: Path, *, in_background: bool) -> Checkpoint | None:
         path = max(complete, key=lambda one: int(one.name.rpartition("_")[2]), default=None)
         if path is None:
             return None
-        state = read_checkpoint(path).state if (path / STATE_NAME).exists() else None
-        return Checkpoint(path, 0, state, int(path.name.rpartition("_")[2]) + 1, path / ".metadata")
+        stock = Checkpoint(path, 0, None, int(path.name.rpartition("_")[2]) + 1, path / ".metadata")
+        if not (path / STATE_NAME).exists():
+            return stock
+        own = read_checkpoint(path)
+        return replace(stock, state=own.state, digests=own.digests)
     path = folder / RECIPE_STATE
     if not path.exists():
         return None

@@ -6,6 +6,7 @@ processor reads a file more slowly than a good disk writes it.
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -59,8 +60,8 @@ def first_change(folder: Path, digests: Mapping[str, str], *, share: int = 0, sh
 @contextmanager
 def _reading(files: Sequence[Path]) -> Iterator[Iterator[str]]:
     """Context: the digest of each file, which threads compute."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // ranks_here))
+    processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    threads = max(1, min(_MOST_THREADS, processors // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     with ThreadPoolExecutor(threads) as pool:
         pieces = [
             [
