@@ -4,17 +4,14 @@
 
 Trains a model of 16 million parameters on two CPU ranks three times: without checkpoints, with one every eight steps,
 and with these written in the background. All three are in the same processes and take turns, so that other load on the
-machine affects all equally. Then one process saves with and without digests in turns, and compares them as a resume
-does. Last, every recipe of the tiny model is trained and resumed under an exact memory meter.
+machine affects all equally. Then every recipe of the tiny model is trained and resumed under an exact memory meter.
 Prints tables and writes them to ``results/checkpoints_cpu.md``.
 """
 
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,18 +39,10 @@ from benchmarks.support.recipe_runs import (
     tiny_config,
 )
 from benchmarks.tables import publish, spread, table
-from tests.support.toys import STATE
-from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
-from torchtune_adaptive.files import sync
-from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.text import format_bytes
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, MODEL_NAME, make_tiny_assets
-from torchtune_adaptive.training.checkpoints import folder as folder_module
-from torchtune_adaptive.training.checkpoints import steps as steps_module
-from torchtune_adaptive.training.checkpoints.digests import first_change
-from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
 
 RESULTS = Path(__file__).parent / "results" / "checkpoints_cpu.md"
@@ -62,8 +51,6 @@ RANKS = 2
 CPU = torch.device("cpu")
 WIDE: dict[str, Any] = {"embed_dim": 512, "intermediate_dim": 1536}
 NONE, NOW, LATER = VARIANTS = ("none", "in the step", "in the background")
-MEGABYTES, SAVES = (16, 1024, 4096), 8  # of a checkpoint; times that each is saved
-WITH, WITHOUT, COMPARE, LOAD = "with digests", "without", "compare", "load"
 EVERY, STEPS, ROUNDS = 8, 27, 9  # steps between checkpoints; steps of a turn; turns (the first is not counted)
 
 
@@ -97,7 +84,7 @@ class Waits(Watch):
 def main() -> None:
     """Measure and write the tables."""
     waits, run = measured_on_ranks(_waits, RANKS, make_assets=_wide_assets)
-    _report(waits, _all_digests(), _all_peaks(), run)
+    _report(waits, _all_peaks(), run)
 
 
 def _wide_assets(directory: Path) -> None:
@@ -132,51 +119,6 @@ def _waits(tiny_dir: Path) -> dict[str, list[tuple[float, float]]]:
         turns[variant].append((time.perf_counter() - started, watches[variant].take()))
         started = time.perf_counter()
     return {variant: one[1:] for variant, one in turns.items()}
-
-
-def _digests(directory: Path, megabytes: int) -> dict[str, list[float]]:
-    """Seconds to save a model of that size with and without digests, to compare them, and to load the checkpoint."""
-    logging.disable(logging.WARNING)
-    piece = 2**20 // 4 * min(megabytes, 64)
-    model = nn.ParameterList(torch.rand(piece) for _ in range(max(1, megabytes // 64)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    folder = CheckpointFolder(directory)
-    steps = StepCheckpoints(folder, model, [optimizer], AdaptiveSettings(), Consensus())
-    config = {"optimizer._component_": "torch.optim.SGD"}
-    state = replace(STATE, optimizer=steps.options(), config=config)
-    seconds: dict[str, list[float]] = {name: [] for name in (WITH, WITHOUT, COMPARE, LOAD)}
-
-    def timed(name: str, work: Callable[[], object]) -> None:
-        started = time.perf_counter()
-        work()
-        seconds[name].append(time.perf_counter() - started)
-
-    for number in range(2 * SAVES):
-        name = (WITH, WITHOUT)[(number + number // 2) % 2]  # each comes first in half of the pairs
-        with ExitStack() as stack:
-            for module in (steps_module, folder_module) if name == WITHOUT else ():
-                stack.enter_context(mock.patch.object(module, "settle", _only_sync))
-            timed(name, lambda: steps.save(state, at_once=True))
-        if name == WITH:
-            (checkpoint,) = folder.checkpoints()
-            timed(COMPARE, lambda one=checkpoint: first_change(one.path, one.digests))
-            timed(LOAD, lambda one=checkpoint: steps.load(one, config=config))
-    return seconds
-
-
-def _only_sync(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    for name in names:
-        sync(folder / name)
-    return dict.fromkeys(names, "")
-
-
-def _all_digests() -> dict[int, dict[str, list[float]]]:
-    """``_digests`` for each size in megabytes."""
-    found: dict[int, dict[str, list[float]]] = {}
-    for megabytes in MEGABYTES:
-        with tempfile.TemporaryDirectory() as directory:
-            found[megabytes] = run_alone(_digests, Path(directory), megabytes)
-    return found
 
 
 def _peaks(rank: int, tiny_dir: Path, kind: str) -> tuple[int, int, int]:
@@ -245,12 +187,7 @@ def _all_peaks() -> dict[str, tuple[int, int, int]]:
         return peaks | {"ppo_single": run_alone(_ppo_peaks, assets)}
 
 
-def _report(
-    turns: dict[str, list[tuple[float, float]]],
-    digests: dict[int, dict[str, list[float]]],
-    peaks: dict[str, tuple[int, int, int]],
-    run: Any,
-) -> None:
+def _report(turns: dict[str, list[tuple[float, float]]], peaks: dict[str, tuple[int, int, int]], run: Any) -> None:
     base = median(seconds for seconds, _ in turns[NONE])
     waits = [
         [
@@ -261,15 +198,6 @@ def _report(
             spread([seconds / base for seconds, _ in one], digits=3),
         ]
         for variant, one in turns.items()
-    ]
-    saves = [
-        [
-            f"{megabytes} MB",
-            *(f"{median(seconds[name]):.2f} s" for name in (WITHOUT, WITH)),
-            spread([one / other for one, other in zip(seconds[WITH], seconds[WITHOUT], strict=True)]),
-            *(f"{median(seconds[name]):.2f} s" for name in (COMPARE, LOAD)),
-        ]
-        for megabytes, seconds in digests.items()
     ]
     memory = [
         [kind, *(format_bytes(one) for one in (training, loading, left)), f"{loading / training:.2f}"]
@@ -290,12 +218,6 @@ def _report(
         *table(
             ["checkpoints", "ms per step", "waits, ms per checkpoint", "share of time waiting", "time / none"], waits
         ),
-        "",
-        f"One process saves a model without optimizer state {SAVES} times with digests and {SAVES} times without, in"
-        " turns. Digests are computed while the files are forced to disk. The ratio is that of neighbours. To resume,"
-        " the digests of files in memory are compared, then they are loaded.",
-        "",
-        *table(["checkpoint", "without digests", "with digests", "with / without", "compare", "load"], saves),
         "",
         "Memory of a rank by the exact meter, a shallow tiny model: the highest in training, the highest while a"
         " checkpoint of a step is loaded, and what is there afterwards. On a CPU the files' own buffers count as well.",

@@ -112,6 +112,22 @@ def test_a_loaded_checkpoint_has_the_saved_bits_and_trains_the_same(
     assert same_bits(resumed.tensors(), run.tensors())
 
 
+def test_torch_computes_no_checksums_of_what_has_digests_and_then_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, save, seen = torch.serialization.get_crc32_options(), torch.save, []
+
+    def watched(*args: Any, **options: Any) -> None:
+        seen.append(torch.serialization.get_crc32_options())
+        save(*args, **options)
+
+    monkeypatch.setattr(torch, "save", watched)
+    run = Run(tmp_path)
+    assert run.save(1)
+    assert seen[:4] == [False] * 4  # each tensor
+    assert seen[-1] is torch.serialization.get_crc32_options() is before  # the states of the ranks
+
+
 def test_tensors_of_an_epochs_checkpoint_are_left_to_torchtune_and_its_state_is_taken(tmp_path: Path) -> None:
     run = Run(tmp_path)
     before = run.tensors()

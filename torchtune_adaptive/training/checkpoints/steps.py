@@ -2,8 +2,9 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -295,7 +296,8 @@ class _Writer(FileSystemWriter):
         self._publish = publish
 
     def write_data(self, plan: Any, planner: Any) -> torch.futures.Future[Any]:
-        written = _Written(super().write_data(plan, planner).value())
+        with _without_checksums():
+            written = _Written(super().write_data(plan, planner).value())
         written.digests = settle(Path(self.path), {one.storage_data.relative_path for one in written})
         done: torch.futures.Future[Any] = torch.futures.Future()
         done.set_result(written)
@@ -304,6 +306,17 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata: Any, results: Any) -> None:
         super().finish(metadata, results)
         self._publish({name: digest for one in results for name, digest in one.digests.items()})
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """Context: torch writes no checksums, which take as long as the digests that replace them."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _unreadable(path: Path, error: BaseException) -> str:
