@@ -57,6 +57,7 @@ bench: $(STAMP) $(PEERS_STAMP) $(HUGGING_FACE_STAMP) $(HOSTS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.objective
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.growth
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.checkpoints
+	.venv/bin/python -m benchmarks.digests
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.crashes
 	OMP_NUM_THREADS=1 .venv-peers/bin/python -m benchmarks.search
 	.venv/bin/python -m benchmarks.search_chart

@@ -81,8 +81,8 @@ def main() -> None:
         *table(["checkpoint", "without digests", "with digests", "with / without", "compare", "load"], rows),
         "",
         f"Full finetuning of 8 billion parameters in bfloat16 with AdamW, an estimate: {GB_OF_8B} GB, of which each"
-        f" of {RANKS} ranks writes its part, at the {rate:.2f} GB/s of a thread here. Not measured. The last columns are"
-        " the time of the digests by that of the disk, which all ranks share, if nothing overlapped and torch's"
+        f" of {RANKS} ranks writes its part, at the {rate:.2f} GB/s of a thread here. Not measured. The last columns"
+        " are the time of the digests by that of the disk, which all ranks share, if nothing overlapped and torch's"
         " checksums had cost nothing. Resuming costs the same seconds.",
         "",
         *table(

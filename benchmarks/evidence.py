@@ -34,6 +34,7 @@ QUESTIONS = {
     "slurm_cpu": "What becomes of a job of Slurm?",
     "cut_cable_cpu": "What becomes of training when the cable between two machines is cut?",
     "checkpoints_cpu": "What do checkpoints of steps cost?",
+    "digests_cpu": "And their digests?",
     "stock_starts_cpu": "Do torchtune's configs start with our recipes?",
     "stock_starts_simulated": "And those that need a GPU?",
     "tokens_cpu": "What does a token budget save?",
