@@ -260,6 +260,17 @@ def test_torchtunes_run_before_this_one_is_never_resumed(run: Run, wanted: Any) 
     assert found == replace(stock, epochs_run=3)
 
 
+def test_a_run_that_continues_torchtunes_and_was_killed_before_it_saved_continues_it_again(run: Run) -> None:
+    """A new run in that folder does not."""
+    save_by_stock(run.folder.path, epochs_run=1)
+    stock = stock_checkpoint(run.folder.path, in_background=False)
+    run.folder.lock()
+    run.folder.claim("of the killed run", resumed=stock)
+    assert run.find("auto") == stock
+    run.folder.claim("of the killed run")
+    assert run.find("auto") is None
+
+
 def test_a_damaged_epoch_is_not_taken_for_one_of_torchtune(run: Run) -> None:
     """Unless torchtune has written it again, in a folder that has our state from before."""
     directory = run.folder.start("epoch_1")

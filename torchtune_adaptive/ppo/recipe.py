@@ -179,7 +179,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         step = self.global_step
         self._run_log = RunLog(self._output_dir, writes=True)
         if not self._settings.search_only:
-            self._folder.claim(self._run.id)
+            self._folder.claim(self._run.id, resumed=self._resumed)
         self._run_log.begin(
             step=step,
             run=self._run.id,

@@ -331,8 +331,7 @@ def _begun_log(
     """The run's log, begun, with the result of the search."""
     run_log = RunLog(parts.output_dir, writes=parts.metric_logger is not None)
     if parts.metric_logger is not None and not settings.search_only:
-        of_stock = parts.resumed is not None and parts.resumed.state is None  # nothing tells its run from others
-        parts.checkpoints.claim("" if of_stock else parts.run.id)
+        parts.checkpoints.claim(parts.run.id, resumed=parts.resumed)
     run_log.begin(
         step=start.steps_done,
         run=parts.run.id,

@@ -13,7 +13,7 @@ import json
 import re
 import resource
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -98,10 +98,13 @@ class CheckpointFolder:
         self._lock = self._lock or FolderLock(self.path)
         return self._lock
 
-    def claim(self, run_id: str) -> None:
-        """As ``FolderLock.claim``, if the folder is locked."""
+    def claim(self, run_id: str, *, resumed: Checkpoint | None = None) -> None:
+        """As ``FolderLock.claim``, if the folder is locked, for a run that has ``resumed`` from a checkpoint.
+
+        Before it saves, nothing tells a run that continues torchtune's own from any other: the folder then has no name.
+        """
         if self._lock is not None:
-            self._lock.claim(run_id)
+            self._lock.claim("" if resumed is not None and resumed.state is None else run_id)
 
     def check(self) -> None:
         """As ``FolderLock.check``, if the folder is locked."""
@@ -172,8 +175,8 @@ class CheckpointFolder:
         names = [path for path in sorted(self.path.glob("*_*")) if _NAME.fullmatch(path.name)]
         return [path for path in names if (path / STATE_NAME).is_file()]
 
-    def checkpoints(self, *, besides: Iterable[Path] = ()) -> list[Checkpoint]:
-        """All complete checkpoints except ``besides``, in the order of writing. Incomplete ones are logged."""
+    def checkpoints(self) -> list[Checkpoint]:
+        """All complete checkpoints in the order of writing. Incomplete ones are logged."""
         found: list[Checkpoint] = []
         for path in self.paths():
             try:
@@ -182,7 +185,7 @@ class CheckpointFolder:
                 log.warning(f"Skipped checkpoint {path}. {error}")
         found.sort(key=lambda checkpoint: checkpoint.serial)
         self._serial = max([self._serial, *(one.serial for one in found)])
-        return [one for one in found if one.path not in besides]
+        return found
 
     def describe_space(self, error: BaseException | None = None) -> str:
         """What limits files in the folder, as text, for the message about a failed write.
