@@ -74,12 +74,15 @@ def reason_of(error: BaseException) -> str:
 
     >>> reason_of(ZeroDivisionError("division by zero"))
     'ZeroDivisionError: division by zero'
+    >>> reason_of(SystemExit(0))
+    'SystemExit: 0'
     """
     text = " ".join(str(error).split()).rstrip(".")
     if isinstance(error, InputError | CheckpointError):
         return text
     reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return reason if isinstance(error, Exception) else f"{reason} ({place_of(error)})"
+    is_placed = not isinstance(error, Exception) and error.__traceback__ is not None  # it may be from another process
+    return f"{reason} ({place_of(error)})" if is_placed else reason
 
 
 def place_of(error: BaseException) -> str:

@@ -30,10 +30,9 @@ def check_first() -> None:
     imported. On several nodes it checks no values: a node that refuses one has to notify the others, as ``launch``
     does.
     """
-    tolerate_lost_output()
+    _prepare()
     filter_messages()
     try:
-        _check_environment()
         require_torchtune()
         from torchtune_adaptive.stock.checks import check_run
 
@@ -62,11 +61,7 @@ def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:
     ended, this one ends too, with a sentence and status 1. Without a launcher this process is the only rank; a
     single-device recipe refuses several. Output that cannot be written is lost, and ends nothing.
     """
-    tolerate_lost_output()
-    try:
-        _check_environment()
-    except InputError as error:
-        _refuse(error)
+    _prepare()
     from torchtune import config
 
     from torchtune_adaptive.stock.configs import resolve_config_argument
@@ -170,6 +165,15 @@ def _run_alone_without_torchrun() -> None:
 def _ranks() -> int:
     """The number of ranks. Without a launcher it is 1, whatever an earlier one has left in the environment."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+
+
+def _prepare() -> None:
+    """Tolerate lost output, and end the program with one sentence if it cannot run in its environment."""
+    tolerate_lost_output()
+    try:
+        _check_environment()
+    except InputError as error:
+        _refuse(error)
 
 
 def _check_environment() -> None:

@@ -442,12 +442,12 @@ def check_first_sample(models: Mapping[str, "nn.Module"], dataset: Any) -> None:
     torch would fail in the first step, on a GPU without naming the cause.
     """
     from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
-    from torchtune_adaptive.training.batch.row_format import load_sample
+    from torchtune_adaptive.training.batch.row_format import decoder_of, load_sample
 
     with keep_random_states():  # the data set's transforms may use them
         row = load_sample(dataset, 0)
     for tokens, (name, model) in itertools.product((row[key] for key in _TOKENS if key in row), models.items()):
-        size, longest = vocabulary_of(model), getattr(_decoder_of(model), "max_seq_len", None)
+        size, longest = vocabulary_of(model), getattr(decoder_of(model), "max_seq_len", None)
         if size is not None and (odd := [one for one in map(int, tokens) if not 0 <= one < size]):
             raise InputError(
                 f"`tokenizer` must give tokens below {size}, the vocabulary of `{name}`, but gives {odd[0]} in the"
@@ -462,8 +462,6 @@ def check_first_sample(models: Mapping[str, "nn.Module"], dataset: Any) -> None:
 
 def vocabulary_of(model: "nn.Module") -> int | None:
     """The number of tokens that ``model`` knows, None if that is not known."""
-    return getattr(getattr(_decoder_of(model), "tok_embeddings", None), "num_embeddings", None)
+    from torchtune_adaptive.training.batch.row_format import decoder_of
 
-
-def _decoder_of(model: "nn.Module") -> "nn.Module":
-    return getattr(model, "decoder", model)  # a model with images has one
+    return getattr(getattr(decoder_of(model), "tok_embeddings", None), "num_embeddings", None)

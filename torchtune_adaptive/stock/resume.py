@@ -94,8 +94,10 @@ def find_checkpoint(
         found = folder.checkpoints()  # always, because serial numbers continue from theirs
         if by_path:
             return _checkpoint_at(wanted)
+        if not wanted:
+            return _check_no_steps(folder, wanted)
         stock = stock_checkpoint(folder.path, in_background=cfg.get("enable_async_checkpointing", False))
-        return _Found(folder, found, stock, last_run, changed).choose(wanted, is_last)
+        return _Found(folder, found, stock, last_run, changed).latest(wanted, is_last)
 
     while (checkpoint := consensus.ask_rank_zero(find)) is not None:
         path = checkpoint.path.absolute()
@@ -137,6 +139,15 @@ def check_epochs(checkpoint: Checkpoint | None, epochs: int) -> None:
         )
 
 
+def _check_no_steps(folder: CheckpointFolder, wanted: object) -> None:
+    """Refuse a new run where it would mix its checkpoints of steps with others."""
+    if steps := [path for path in folder.paths() if path.name.startswith("step_")]:
+        raise InputError(
+            f"`resume_from_checkpoint` must be True or auto if {str(steps[-1])!r} exists, which a new run would"
+            f" overwrite, but is {quote(wanted)} instead."
+        )
+
+
 @dataclass(frozen=True)
 class _Found:
     """What there is in a folder.
@@ -154,16 +165,9 @@ class _Found:
     last_run: str
     changed: Sequence[Path]
 
-    def choose(self, wanted: object, is_last: Callable[[Checkpoint], bool]) -> Checkpoint | None:
-        """The checkpoint for ``wanted``: True, False, None or "auto"."""
+    def latest(self, wanted: object, is_last: Callable[[Checkpoint], bool]) -> Checkpoint | None:
+        """The latest checkpoint of the latest run that can be resumed, for ``wanted``: True or "auto"."""
         paths = self.folder.paths()
-        if not wanted:
-            if steps := [path for path in paths if path.name.startswith("step_")]:
-                raise InputError(
-                    f"`resume_from_checkpoint` must be True or auto if {str(steps[-1])!r} exists, which a new run would"
-                    f" overwrite, but is {quote(wanted)} instead."
-                )
-            return None
         run_id = self.last_run or (self.complete[-1].run_id if self.complete else "")
         every = [one for one in self.complete if one.run_id == run_id]
         own = [one for one in every if one.path not in self.changed]

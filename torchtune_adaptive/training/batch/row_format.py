@@ -222,12 +222,17 @@ def check_row_length(seq_len: int, model: nn.Module, *, key: str = "") -> None:
     Raises:
         InputError: the model's maximum length is below ``seq_len``.
     """
-    longest = getattr(getattr(model, "decoder", model), "max_seq_len", None)  # of models with images, the decoder's
+    longest = getattr(decoder_of(model), "max_seq_len", None)
     if longest is not None and seq_len > longest:
         advice = f"; set `{key}` to {longest} or less" if key else ""
         raise InputError(
             f"Rows must have at most the model's max_seq_len ({longest} tokens), but have {seq_len}{advice}."
         )
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The part of ``model`` that reads tokens: a model with images has a decoder, any other is one."""
+    return getattr(model, "decoder", model)
 
 
 def repeated(tokens: Sequence[int] | torch.Tensor, length: int) -> list[int]:
