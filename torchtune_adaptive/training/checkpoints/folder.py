@@ -99,9 +99,10 @@ class CheckpointFolder:
         return self._lock
 
     def claim(self, run_id: str, *, resumed: Checkpoint | None = None) -> None:
-        """As ``FolderLock.claim``, if the folder is locked, for a run that has ``resumed`` from a checkpoint.
+        """As ``FolderLock.claim``, if the folder is locked.
 
-        Before it saves, nothing tells a run that continues torchtune's own from any other: the folder then has no name.
+        A run that ``resumed`` from torchtune's own checkpoint is not named before it saves. That checkpoint names no run,
+        and would be taken for another run's.
         """
         if self._lock is not None:
             self._lock.claim("" if resumed is not None and resumed.state is None else run_id)
