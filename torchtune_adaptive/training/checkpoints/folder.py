@@ -101,8 +101,8 @@ class CheckpointFolder:
     def claim(self, run_id: str, *, resumed: Checkpoint | None = None) -> None:
         """As ``FolderLock.claim``, if the folder is locked.
 
-        A run that ``resumed`` from torchtune's own checkpoint is not named before it saves. That checkpoint names no run,
-        and would be taken for another run's.
+        A run that ``resumed`` from torchtune's own checkpoint is not named before it saves. That checkpoint names no
+        run, and would be taken for another run's.
         """
         if self._lock is not None:
             self._lock.claim("" if resumed is not None and resumed.state is None else run_id)
