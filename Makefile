@@ -2,14 +2,14 @@ PYTHON ?= python3
 STAMP := .venv/stamp
 PEERS_STAMP := .venv-peers/stamp
 HUGGING_FACE_STAMP := .venv-hugging-face/stamp
-HOSTS_STAMP := .venv-hosts/stamp
+INTEGRATIONS_STAMP := .venv-integrations/stamp
 TORCHTITAN_STAMP := .venv-torchtitan/stamp
 SIMULATED_TORCH := 2.13.0
 SIMULATED_STAMP := .venv-simulated-gpu/stamp-$(SIMULATED_TORCH)
 TORCH := torch>=2.9,<2.14
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
-.PHONY: test check suite fast demo docs reference pictures bench gpu simulated-gpu hosts plans starts slurm cable growth exhaustive format clean
+.PHONY: test check suite fast demo docs reference pictures bench gpu simulated-gpu integrations plans starts slurm cable growth exhaustive format clean
 
 test: check suite
 
@@ -22,7 +22,7 @@ suite: $(STAMP)
 
 # After each edit: tests that start no processes.
 fast: $(STAMP)
-	$(IN_VENV) scripts/test -m "not processes and not slow and not exhaustive and not simulated_gpu and not hosts"
+	$(IN_VENV) scripts/test -m "not processes and not slow and not exhaustive and not simulated_gpu and not integrations"
 
 demo: $(STAMP)
 	$(IN_VENV) scripts/demo
@@ -39,7 +39,7 @@ reference: $(STAMP)
 pictures: $(STAMP)
 	$(IN_VENV) scripts/pictures
 
-bench: $(STAMP) $(PEERS_STAMP) $(HUGGING_FACE_STAMP) $(HOSTS_STAMP)
+bench: $(STAMP) $(PEERS_STAMP) $(HUGGING_FACE_STAMP) $(INTEGRATIONS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.search_accuracy
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.loop
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.forecast_accuracy
@@ -50,7 +50,7 @@ bench: $(STAMP) $(PEERS_STAMP) $(HUGGING_FACE_STAMP) $(HOSTS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_memory
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.recovery_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.after_errors
-	OMP_NUM_THREADS=1 .venv-hosts/bin/python -m benchmarks.auto_find_batch_size
+	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m benchmarks.auto_find_batch_size
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_growth
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_growth --soak
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.tokens --cost
@@ -81,9 +81,9 @@ starts: $(STAMP) $(SIMULATED_STAMP)
 	.venv/bin/python -m benchmarks.evidence
 
 # Search and recovery in other trainers.
-hosts: $(HOSTS_STAMP) $(TORCHTITAN_STAMP)
-	OMP_NUM_THREADS=1 .venv-hosts/bin/python -m pytest -m hosts tests/hosts/test_transformers.py
-	OMP_NUM_THREADS=1 .venv-torchtitan/bin/python -m pytest -m hosts tests/hosts/test_torchtitan.py
+integrations: $(INTEGRATIONS_STAMP) $(TORCHTITAN_STAMP)
+	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -m integrations tests/integrations/test_transformers.py
+	OMP_NUM_THREADS=1 .venv-torchtitan/bin/python -m pytest -m integrations tests/integrations/test_torchtitan.py
 
 # Under half an hour on two processors.
 growth: $(STAMP)
@@ -106,7 +106,7 @@ format: $(STAMP)
 	.venv/bin/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-peers .venv-hugging-face .venv-hosts .venv-torchtitan demo_output site build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-hugging-face .venv-integrations .venv-torchtitan demo_output site build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The bounds on torch pick a build for CPUs where one is at hand.
@@ -129,14 +129,14 @@ $(HUGGING_FACE_STAMP): pyproject.toml benchmarks/hugging_face.txt
 	.venv-hugging-face/bin/python -m pip install '$(TORCH)' -e . -r benchmarks/hugging_face.txt
 	touch $@
 
-$(HOSTS_STAMP): pyproject.toml tests/hosts/requirements.txt
-	$(PYTHON) -m venv .venv-hosts
-	.venv-hosts/bin/python -m pip install '$(TORCH)' -e . -r tests/hosts/requirements.txt
+$(INTEGRATIONS_STAMP): pyproject.toml tests/integrations/requirements.txt
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python -m pip install '$(TORCH)' -e . -r tests/integrations/requirements.txt
 	touch $@
 
-$(TORCHTITAN_STAMP): pyproject.toml tests/hosts/requirements_torchtitan.txt
+$(TORCHTITAN_STAMP): pyproject.toml tests/integrations/requirements_torchtitan.txt
 	$(PYTHON) -m venv .venv-torchtitan
-	.venv-torchtitan/bin/python -m pip install '$(TORCH)' -e . -r tests/hosts/requirements_torchtitan.txt
+	.venv-torchtitan/bin/python -m pip install '$(TORCH)' -e . -r tests/integrations/requirements_torchtitan.txt
 	touch $@
 
 # Tests, the parts of `make gpu` as far as they can run without a GPU, and the search against its peers.
@@ -144,7 +144,7 @@ simulated-gpu: $(STAMP) $(SIMULATED_STAMP) $(TORCHTITAN_STAMP)
 	PATH="$(CURDIR)/.venv-simulated-gpu/bin:$$PATH" scripts/test-simulated-gpu
 	OMP_NUM_THREADS=1 TEST_DEVICE=cuda SIMULATED_GPUS=2 SIMULATED_VALUES=1 SIMULATED_NCCL_TIMEOUT_S=30 \
 		PYTHONPATH="$(CURDIR)/.venv-simulated-gpu/torch_alone" .venv-torchtitan/bin/python -m pytest -W ignore \
-		-m hosts tests/hosts/test_torchtitan_allocation_failures.py
+		-m integrations tests/integrations/test_torchtitan_allocation_failures.py
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu \
 		--parts calibrate,sizes,recovery,thrashing,tokens,strategies
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.search
@@ -152,7 +152,7 @@ simulated-gpu: $(STAMP) $(SIMULATED_STAMP) $(TORCHTITAN_STAMP)
 	.venv/bin/python -m benchmarks.evidence
 
 # torch as it is for CUDA, with stand-ins for CUDA itself: see tests/simulated_gpu/README.md.
-$(SIMULATED_STAMP): pyproject.toml benchmarks/peers.txt tests/hosts/requirements.txt $(wildcard tests/simulated_gpu/*.*)
+$(SIMULATED_STAMP): pyproject.toml benchmarks/peers.txt tests/integrations/requirements.txt $(wildcard tests/simulated_gpu/*.*)
 	rm -f .venv-simulated-gpu/stamp-*
 	$(PYTHON) -m venv .venv-simulated-gpu
 	.venv-simulated-gpu/bin/python -m pip install 'pip>=25.1'
@@ -160,7 +160,7 @@ $(SIMULATED_STAMP): pyproject.toml benchmarks/peers.txt tests/hosts/requirements
 	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/headers \
 		nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
 	.venv-simulated-gpu/bin/python -m tests.simulated_gpu.install .venv-simulated-gpu/headers/nvidia/cu13/include
-	.venv-simulated-gpu/bin/python -m pip install -e '.[torchtune]' --group dev -r benchmarks/peers.txt -r tests/hosts/requirements.txt
+	.venv-simulated-gpu/bin/python -m pip install -e '.[torchtune]' --group dev -r benchmarks/peers.txt -r tests/integrations/requirements.txt
 	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/torchvision torchvision==0.28.0
 	mkdir -p .venv-simulated-gpu/torch_alone # for the environment of torchtitan, beside which torchao must not be
 	cd .venv-simulated-gpu/torch_alone && for name in torch torchgen functorch simulated_gpu_values \

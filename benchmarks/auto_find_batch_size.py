@@ -1,6 +1,6 @@
 """An out-of-memory error in the middle of training: ``auto_find_batch_size`` of ``transformers.Trainer``, and ours.
 
-    .venv-hosts/bin/python -m benchmarks.auto_find_batch_size
+    .venv-integrations/bin/python -m benchmarks.auto_find_batch_size
 
 All runs train the same tiny model with 8 samples per process and step for one epoch, on a card of limited memory, whose
 errors have CUDA's text. A few samples are much longer than the others, and meet one process only. The undisturbed run
@@ -31,7 +31,7 @@ from benchmarks.support import ranks
 from benchmarks.support.ranks import DEVICE, run_alone, run_on_ranks
 from benchmarks.tables import publish, table
 from torchtune_adaptive.engine.memory.meter import device_memory_bytes
-from torchtune_adaptive.hosts.transformers import AdaptiveTrainerMixin
+from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
 from torchtune_adaptive.text import count_text, parse_memory
 
 RESULTS = Path(__file__).parent / "results"
@@ -263,7 +263,7 @@ def main() -> None:
         )
         title = "One process" if world_size == 1 else "Two processes, DistributedDataParallel"
         lines += ["", f"## {title}", "", *counts, "", *losses]
-    command, gpu = ".venv-hosts/bin/python -m benchmarks.auto_find_batch_size", "no GPU"
+    command, gpu = ".venv-integrations/bin/python -m benchmarks.auto_find_batch_size", "no GPU"
     if DEVICE == "cuda":  # not before the ranks, which are forked
         command, gpu = f"TEST_DEVICE=cuda python{command.partition('python')[2]}", torch.cuda.get_device_name()
     seconds = time.monotonic() - started
@@ -272,5 +272,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    ranks.IMPORTED_ONCE[:] = ["torchtune_adaptive.hosts.transformers"]
+    ranks.IMPORTED_ONCE[:] = ["torchtune_adaptive.integrations.transformers"]
     main()

@@ -132,7 +132,7 @@ def _peaks(rank: int, tiny_dir: Path, kind: str) -> tuple[int, int, int]:
     recipe = adaptive_recipe(kind)(cfg)
 
     def meter() -> MemoryMeter:
-        return meter_for(CPU, nn.ModuleList(recipe.models()), recipe.stepping().optimizers)
+        return meter_for(CPU, nn.ModuleList(recipe.models()), recipe.optimizer_policy().optimizers)
 
     loading = _loading_peak(recipe, cfg, meter)
     return max((int(step["peak_memory_bytes"]) for step in steps), default=0), *loading

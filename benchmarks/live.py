@@ -132,11 +132,11 @@ def train_again(recipe: Any, *, seed: int) -> None:
 def workload_of(recipe: Any, *, is_metered: bool = True) -> Workload:
     """What a search with the recipe runs: its train step, with an exact meter of its own or with none."""
     parts = recipe.parts
-    model, optimizers = nn.ModuleList(parts.models), parts.stepping.optimizers
+    model, optimizers = nn.ModuleList(parts.models), parts.optimizer_policy.optimizers
     meter = meter_for(parts.device, model, optimizers) if is_metered else None
     step = TrainStep(
         parts.objective,
-        parts.stepping,
+        parts.optimizer_policy,
         collate=parts.collate,
         device=parts.device,
         phases=Phases(parts.models, meter),

@@ -91,7 +91,7 @@ class Loop:
                 optimizer=self._optimizer,
                 reduce="each" if case.kind == "FSDP2" else "last",
             )
-            step.rehearse(self._samples)
+            step.dry_run(self._samples)
             self._forward_backward = step
         self._consensus = Consensus() if variant == EXCHANGE else None
 

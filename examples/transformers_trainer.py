@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 from transformers.distributed import DistributedConfig
 
-from torchtune_adaptive.hosts.transformers import AdaptiveTrainer
+from torchtune_adaptive.integrations.transformers import AdaptiveTrainer
 
 
 class PrintEvents(TrainerCallback):

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 
-from torchtune_adaptive.stock.checkpoints import WholeCheckpointClient, WholeCheckpointer
+from torchtune_adaptive.stock.checkpoints import AtomicCheckpointer, WholeCheckpointClient
 from torchtune_adaptive.stock.load import load_stock_recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 
@@ -24,14 +24,14 @@ StockRecipe = load_stock_recipe("full_finetune_distributed").FullFinetuneRecipeD
 class AdaptiveFullFinetuneRecipeDistributed(AdaptiveRecipe, StockRecipe):
     """The stock recipe with the adaptive training loop."""
 
-    def keep_whole(self) -> WholeCheckpointer:
-        whole = WholeCheckpointer(self._checkpoint_client._get_checkpointer(), self._folder)
+    def keep_whole(self) -> AtomicCheckpointer:
+        whole = AtomicCheckpointer(self._checkpoint_client._get_checkpointer(), self._folder)
         self._checkpoint_client = WholeCheckpointClient(self._cfg, whole)
         return whole
 
     def _setup_lr_scheduler(self, cfg_lr_scheduler: Any, num_training_steps: int, last_epoch: int) -> Any:
         """As torchtune, also after ``enable_async_checkpointing``, whose checkpoints lack the schedule's base rate."""
-        for optimizer in self.stepping().optimizers if last_epoch >= 0 else []:
+        for optimizer in self.optimizer_policy().optimizers if last_epoch >= 0 else []:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", optimizer.defaults["lr"])
         return super()._setup_lr_scheduler(cfg_lr_scheduler, num_training_steps, last_epoch)

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from torchtune_adaptive.files import check_writable, write_whole
+from torchtune_adaptive.files import check_writable, write_atomically
 
 
 def test_writing_again_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "new" / "state.json"
-    assert [write_whole(path, text) for text in ("first", "second")] == [path, path]
+    assert [write_atomically(path, text) for text in ("first", "second")] == [path, path]
     assert path.read_text() == "second"
     assert list(path.parent.iterdir()) == [path]
-    assert write_whole(path, b"\r\n\xff").read_bytes() == b"\r\n\xff"
+    assert write_atomically(path, b"\r\n\xff").read_bytes() == b"\r\n\xff"
 
 
 def test_a_path_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
-    former = write_whole(tmp_path / "former", "text")
+    former = write_atomically(tmp_path / "former", "text")
     check_writable(former)
     check_writable(tmp_path / "new" / "file")
     assert former.read_text() == "text"
@@ -28,7 +28,7 @@ def test_a_path_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".", "former/file", "former/new/file", "pipe", "x" * 300, "a\0b"])
 def test_a_path_that_cannot_be_written_is_refused_and_left_as_it_is(name: str, tmp_path: Path) -> None:
-    write_whole(tmp_path / "former", "text")
+    write_atomically(tmp_path / "former", "text")
     os.mkfifo(tmp_path / "pipe")  # which stands for a device
     before = sorted(tmp_path.iterdir())
     with pytest.raises((OSError, ValueError)):
@@ -40,7 +40,7 @@ def test_a_path_that_cannot_be_written_is_refused_and_left_as_it_is(name: str, t
 def test_a_write_that_fails_leaves_the_former_file_whole(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_whole(tmp_path / "state.json", "former")
+    path = write_atomically(tmp_path / "state.json", "former")
 
     def refuse(*_: Any) -> None:
         raise OSError("no space left on device")
@@ -48,12 +48,12 @@ def test_a_write_that_fails_leaves_the_former_file_whole(
     with monkeypatch.context() as patch:
         patch.setattr(os, fault, refuse)
         with pytest.raises(OSError, match="no space left"):
-            write_whole(path, "latter")
+            write_atomically(path, "latter")
     assert path.read_text() == "former"
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_whole(tmp_path / "state.json", "former")
+    path = write_atomically(tmp_path / "state.json", "former")
     seen: list[tuple[str, str]] = []
     fsync, replace = os.fsync, os.replace
 
@@ -67,13 +67,13 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "replace", note_replace)
-    write_whole(path, "latter")
+    write_atomically(path, "latter")
     assert seen == [("synced", "latter"), ("replaced", "former")]
 
 
 def _write_often(path: Path, letter: str) -> None:
     for _ in range(20):
-        write_whole(path, letter * 100_000)
+        write_atomically(path, letter * 100_000)
 
 
 def test_a_file_is_whole_although_several_write_it_at_once(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ LAYERS = [
     {"errors"},
     {"text", "files", "output"},
     {"engine"},
-    {"settings", "schedule", "training", "testing", "tiny", "hosts"},
+    {"settings", "schedule", "training", "testing", "tiny", "integrations"},
     {"stock"},
     {"launch"},
     {"plan", "report", "cli"},

@@ -227,7 +227,7 @@ class NumbersTrainer:
             micro_batch_size=rows_per_micro_step,
             watch=PressureWatch(Consensus(), None, self.phases),
         )
-        self.recoverable.rehearse([1, 2])
+        self.recoverable.dry_run([1, 2])
 
     def micro_step(self, numbers: Sequence[int]) -> float:
         self.phases.enter("forward")

@@ -11,7 +11,7 @@ from pathlib import Path
 from torchtune_adaptive.errors import InputError, quote, reason_of
 
 
-def write_whole(path: Path, content: str | bytes, *, makes_folder: bool = True) -> Path:
+def write_atomically(path: Path, content: str | bytes, *, makes_folder: bool = True) -> Path:
     """Write ``content`` to ``path`` and return ``path``. A reader never sees a partial file, whoever else writes it.
 
     Args:
@@ -34,7 +34,7 @@ def write_whole(path: Path, content: str | bytes, *, makes_folder: bool = True) 
 
 
 def check_writable(path: Path) -> None:
-    """Check that ``write_whole`` could write ``path`` now, without writing it.
+    """Check that ``write_atomically`` could write ``path`` now, without writing it.
 
     Raises:
         OSError: ``path`` is not a regular file, or its nearest existing parent directory is not writable.

@@ -199,12 +199,12 @@ class AdaptiveSettings:
         return self.global_batch_size is not None or self.max_tokens_per_micro_batch is not None
 
     @property
-    def measures(self) -> bool:
+    def needs_gradient_noise(self) -> bool:
         """Whether gradients are measured to decide on growth. A measured step has at least two micro-batches."""
         return isinstance(self.batch_increase_function, MeasuredSchedule)
 
     @property
-    def decides(self) -> bool:
+    def overrides_batching(self) -> bool:
         """Whether a step's samples are chosen or cut by these settings, rather than by torchtune's keys alone."""
         return self.searches or self.cuts_samples
 

@@ -23,7 +23,7 @@ import torch
 from torchtune.models.llama2 import llama2
 from tqdm import tqdm
 
-from torchtune_adaptive.files import write_whole, writing
+from torchtune_adaptive.files import write_atomically, writing
 
 DEFAULT_OUTPUT_DIR = "/tmp/torchtune_adaptive_tiny"  # the `tiny_dir` of configs/tiny/*.yaml
 DATA_NAME, PAIRS_NAME, STAMP_NAME = "docstrings.json", "preferences.json", "tiny.json"
@@ -65,7 +65,7 @@ def make_tiny_assets(output_dir: str | Path, *, num_samples: int | None = None) 
     _write_data(target, num_samples=num_samples)
     (target / TOKENIZER_NAME).write_bytes(_tokenizer())
     _write_model(target)
-    write_whole(stamp, made_from)  # the last, because it marks the others as complete
+    write_atomically(stamp, made_from)  # the last, because it marks the others as complete
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.on_gpu.stage import stage_for
 from torchtune_adaptive.engine.distributed.snapshot import UnchangedParameters
-from torchtune_adaptive.files import write_whole
+from torchtune_adaptive.files import write_atomically
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     if not stage.has_values:  # nor checksums
         UnchangedParameters.first_changed = lambda self: ""
     for sections in importlib.import_module(f"{__package__}.{part}").measure(stage):
-        write_whole(Path(output), json.dumps([asdict(section) for section in sections]))
+        write_atomically(Path(output), json.dumps([asdict(section) for section in sections]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -24,7 +24,7 @@ class Observed(Watch):
         super().begin(recipe)
         self.is_cuda = recipe.parts.device.type == "cuda"
         # Not at a step's end, which a step that fails does not reach.
-        recipe.parts.stepping.optimizers[-1].register_step_post_hook(lambda *_: self.note_peak())
+        recipe.parts.optimizer_policy.optimizers[-1].register_step_post_hook(lambda *_: self.note_peak())
 
     def before_step(self, number: int) -> None:
         self._synchronize()

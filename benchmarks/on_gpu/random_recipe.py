@@ -18,7 +18,7 @@ from benchmarks.on_gpu.random_rows import Lengths
 from benchmarks.on_gpu.stage import Stage
 from benchmarks.support.recipe_runs import RecordingLogger, adaptive_recipe, stock_recipe
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
-from torchtune_adaptive.stock.checkpoints import WholeCheckpointer
+from torchtune_adaptive.stock.checkpoints import AtomicCheckpointer
 from torchtune_adaptive.stock.configs import load_config
 
 _STANDARD_DEVIATION = 0.02
@@ -74,8 +74,8 @@ def live_random_recipe(
         def load_checkpoint(self, *_: Any, **__: Any) -> dict[str, Any]:
             return {training.MODEL_KEY: {}}
 
-        def keep_whole(self) -> WholeCheckpointer:
-            return WholeCheckpointer(None, self._folder)  # without files there is no checkpointer of torchtune's
+        def keep_whole(self) -> AtomicCheckpointer:
+            return AtomicCheckpointer(None, self._folder)  # without files there is no checkpointer of torchtune's
 
         def _setup_model(self, *args: Any, **kwargs: Any) -> nn.Module:
             names = stock_recipe(kind)._setup_model.__globals__
@@ -97,7 +97,7 @@ def logged(recipe: Any) -> list[dict[str, float]]:
 
 def events_of(recipe: Any) -> list[str]:
     """What happened to the sizes of micro-batches in training, in sentences."""
-    return [entry["reason"] for entry in recipe.trainer.record.history if "samples_per_step" not in entry]
+    return [entry["reason"] for entry in recipe.trainer.run_log.history if "samples_per_step" not in entry]
 
 
 def apart(ours: list[float], theirs: list[float]) -> float:

@@ -259,11 +259,11 @@ def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 
 def metered_step(recipe: Any) -> tuple[TrainStep, MemoryMeter]:
     """A train step made of the recipe's parts, and its memory meter."""
-    models, stepping = recipe.models(), recipe.stepping()
-    meter = meter_for(recipe._device, torch.nn.ModuleList(models), stepping.optimizers)
+    models, optimizer_policy = recipe.models(), recipe.optimizer_policy()
+    meter = meter_for(recipe._device, torch.nn.ModuleList(models), optimizer_policy.optimizers)
     step = TrainStep(
         recipe.objective(as_stock=True),
-        stepping,
+        optimizer_policy,
         collate=recipe._dataloader.collate_fn,
         device=recipe._device,
         phases=Phases(models, meter),

@@ -21,7 +21,7 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan import calibrate as calibration
 from torchtune_adaptive.plan.calibrate import CalibrationLoop
 from torchtune_adaptive.plan.gpu import Calibration, memory_of
-from torchtune_adaptive.plan.host import HostFigures
+from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.show import outputs
 from torchtune_adaptive.plan.trace import client
 

@@ -33,7 +33,7 @@ class Example:
             optimizer=self.optimizer,
             on_event=lambda event: None,
         )
-        self.step.rehearse([[1, 2, 3], [4, 5]])
+        self.step.dry_run([[1, 2, 3], [4, 5]])
         self._saved = [tensor.clone() for tensor in tensors_of(self.model, self.optimizer)]
 
     def trained(self, micro_batch_size: int, fault: Fault) -> tuple[int, list[torch.Tensor]]:

@@ -305,15 +305,15 @@ class Hooks:
     def __init__(self, optimizer: Wrapper) -> None:
         self.calls: list[str] = []
         self.handles = [
-            optimizer.register_step_pre_hook(self.noting("pre")),
-            optimizer.register_step_post_hook(self.noting("post 1")),
-            optimizer.register_step_post_hook(self.noting("post 2")),
-            optimizer.inner.register_step_post_hook(self.noting("inner")),
-            register_optimizer_step_pre_hook(self.noting("global pre")),
-            register_optimizer_step_post_hook(self.noting("global post")),
+            optimizer.register_step_pre_hook(self.dry_recording("pre")),
+            optimizer.register_step_post_hook(self.dry_recording("post 1")),
+            optimizer.register_step_post_hook(self.dry_recording("post 2")),
+            optimizer.inner.register_step_post_hook(self.dry_recording("inner")),
+            register_optimizer_step_pre_hook(self.dry_recording("global pre")),
+            register_optimizer_step_post_hook(self.dry_recording("global post")),
         ]
 
-    def noting(self, name: str) -> Callable[..., None]:
+    def dry_recording(self, name: str) -> Callable[..., None]:
         return lambda *_: self.calls.append(name)
 
     def remove(self) -> None:

@@ -47,7 +47,7 @@ def _probes(_: int, kind: str, places: tuple[Path, Path]) -> tuple[list[Probe], 
     workload = Workload(
         train_step=step,
         model=nn.ModuleList(recipe.models()),
-        optimizers=recipe.stepping().optimizers,
+        optimizers=recipe.optimizer_policy().optimizers,
         device=recipe._device,
         meter=meter,
         consensus=recipe._consensus,

@@ -69,7 +69,7 @@ def _probes(kind: str, tiny_dir: Path) -> list[Probe]:
     workload = Workload(
         train_step=step,
         model=nn.ModuleList(recipe.models()),
-        optimizers=recipe.stepping().optimizers,
+        optimizers=recipe.optimizer_policy().optimizers,
         device=recipe._device,
         meter=meter,
         consensus=recipe._consensus,

@@ -109,7 +109,7 @@ def _runs(rank: int, tiny_dir: Path, died_in: Path, copy: Path, output_dir: Path
         "resumed": [[step[name] for name in FIGURES] for step in resumed],
         "told equal": same_bits(whole_parameters, told_parameters),
         "resumed equal": same_bits(whole_parameters, parameters),
-        "reasons": [entry["reason"] for entry in resumed_with_more.trainer.record.history],
+        "reasons": [entry["reason"] for entry in resumed_with_more.trainer.run_log.history],
     }
 
 

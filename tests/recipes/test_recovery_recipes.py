@@ -63,7 +63,7 @@ def _faulty_and_configured(rank: int, kind: str, tiny_dir: Path, output_dir: Pat
         "steps": (_figures(steps), _figures(told_steps)),
         "retries": [step["oom_retries"] for step in steps],
         "parameters equal": same_bits(parameters, told_parameters),
-        "history": recipe.trainer.record.history,
+        "history": recipe.trainer.run_log.history,
         "on disk": events_in(output_dir, "sizes") if rank == 0 else None,
     }
 
@@ -132,7 +132,7 @@ def _thrashing(config: Any, rank: int) -> dict[str, Any]:
     return {
         "micro-batches": [step["micro_batch_size"] for step in steps],
         "retries": [step["oom_retries"] for step in steps],
-        "reason": [entry["reason"] for entry in recipe.trainer.record.history],
+        "reason": [entry["reason"] for entry in recipe.trainer.run_log.history],
         "losses equal": [step["loss"] for step in steps] == [step["loss"] for step in told_steps],
         "parameters equal": same_bits(parameters, told_parameters),
     }
@@ -157,7 +157,7 @@ def _ballast(config: Any, rank: int) -> dict[str, Any]:
         steps, _, recipe = finished(WithNeighbour, config(**limit))
     return {
         "micro-batches": [step["micro_batch_size"] for step in steps],
-        "reasons": [entry["reason"] for entry in recipe.trainer.record.history],
+        "reasons": [entry["reason"] for entry in recipe.trainer.run_log.history],
     }
 
 

@@ -108,7 +108,7 @@ def _resume_all(rank: int, tiny_dir: Path, died_in: Path, copy: Path, output_dir
         "resumed": [[step[name] for name in FIGURES] for step in resumed],
         "parameters equal": same_bits(whole_parameters, parameters),
         "stopped": _stopped(rank, tiny_dir, output_dir / "stopped", whole_parameters),
-        "changed": (changed_recipe.trainer.record.history, [step["global_batch_size"] for step in changed_steps]),
+        "changed": (changed_recipe.trainer.run_log.history, [step["global_batch_size"] for step in changed_steps]),
         "refusal": str(refusal.value),
     }
 
@@ -135,7 +135,7 @@ def _stopped(rank: int, tiny_dir: Path, output_dir: Path, whole_parameters: dict
         "saved": saved,
         "resumed": [[step[name] for name in FIGURES] for step in steps],
         "parameters equal": same_bits(whole_parameters, parameters),
-        "reasons": [entry["reason"] for entry in resumed.trainer.record.history],
+        "reasons": [entry["reason"] for entry in resumed.trainer.run_log.history],
     }
 
 
@@ -254,7 +254,7 @@ def _resume_alone(rank: int, tiny_dir: Path, died_in: Path) -> tuple[list[str], 
     steps, _, recipe = finished(
         adaptive_recipe("full"), resuming_config("full", tiny_dir, died_in, checkpoint="epoch_2", **RUN)
     )
-    return [entry["reason"] for entry in recipe.trainer.record.history], steps
+    return [entry["reason"] for entry in recipe.trainer.run_log.history], steps
 
 
 def test_another_number_of_ranks_is_noticed_and_the_rate_goes_with_the_batch(

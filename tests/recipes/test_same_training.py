@@ -49,9 +49,9 @@ def _keeping_first_gradient(recipe_class: Any, kept: dict[str, torch.Tensor]) ->
     """The recipe, which stores the gradients of its first step, summed over tokens, in ``kept``."""
 
     class Keeping(recipe_class):
-        def stepping(self) -> Any:
-            stepping = super().stepping()
-            normalize = stepping.normalize
+        def optimizer_policy(self) -> Any:
+            optimizer_policy = super().optimizer_policy()
+            normalize = optimizer_policy.normalize
 
             def keep_and_normalize(weight: torch.Tensor) -> Any:
                 for name, parameter in self._model.named_parameters():
@@ -60,8 +60,8 @@ def _keeping_first_gradient(recipe_class: Any, kept: dict[str, torch.Tensor]) ->
                         kept[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
                 return normalize(weight)
 
-            stepping.normalize = keep_and_normalize
-            return stepping
+            optimizer_policy.normalize = keep_and_normalize
+            return optimizer_policy
 
     return Keeping
 

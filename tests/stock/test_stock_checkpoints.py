@@ -20,7 +20,7 @@ from tests.support.full_disk import FullDisk, full_in_each_call
 from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import CheckpointError
-from torchtune_adaptive.stock.checkpoints import WholeCheckpointClient, WholeCheckpointer
+from torchtune_adaptive.stock.checkpoints import AtomicCheckpointer, WholeCheckpointClient
 from torchtune_adaptive.stock.resume import stock_checkpoint
 from torchtune_adaptive.training.checkpoints.folder import RANK_STATES_NAME, STATE_NAME, Checkpoint, CheckpointFolder
 from torchtune_adaptive.training.folder_lock import FolderReplacedError
@@ -56,7 +56,7 @@ class Recipe:
         self.path = path
         self.folder = CheckpointFolder(path)
         self.torchtunes = Torchtunes(path)
-        self.whole = WholeCheckpointer(self.torchtunes, self.folder)
+        self.whole = AtomicCheckpointer(self.torchtunes, self.folder)
 
     def save(self, epoch: int) -> None:
         self.whole.set_state(replace(STATE, epochs_run=epoch + 1))
@@ -121,7 +121,7 @@ def test_a_checkpointer_that_is_not_torchtunes_saves_unchanged(tmp_path: Path) -
         def save_checkpoint(self, state_dict: dict[str, Any], epoch: int, *args: Any, **options: Any) -> None:
             saved.append((state_dict, epoch, args, options))
 
-    WholeCheckpointer(Other(), CheckpointFolder(tmp_path)).save_checkpoint({"model": 1}, 3, "more", option=2)
+    AtomicCheckpointer(Other(), CheckpointFolder(tmp_path)).save_checkpoint({"model": 1}, 3, "more", option=2)
     assert saved == [({"model": 1}, 3, ("more",), {"option": 2})]
     assert list(tmp_path.iterdir()) == []
 

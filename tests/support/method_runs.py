@@ -200,7 +200,7 @@ class Trials:
 
 def everything(recipe: Any) -> dict[str, Any]:
     """All state that a search could change, as values that can be compared."""
-    models, optimizers = torch.nn.ModuleList(recipe.models()), recipe.stepping().optimizers
+    models, optimizers = torch.nn.ModuleList(recipe.models()), recipe.optimizer_policy().optimizers
     trainer = recipe.trainer
     state = asdict(trainer.saver.state(epochs_run=trainer.epochs_run, step=trainer.global_step))
     loader = trainer.loader
@@ -277,11 +277,11 @@ def _live_bytes_of(recipe_class: Any) -> Iterator[list[int]]:
     live_bytes: list[int] = []
     before_step: Callable[..., None] = recipe_class.before_step
 
-    def noting(recipe: Any, step: int) -> None:
+    def dry_recording(recipe: Any, step: int) -> None:
         live_bytes.append(meters[0].live_bytes)
         before_step(recipe, step)
 
-    recipe_class.before_step = noting
+    recipe_class.before_step = dry_recording
     with meters_of_recipes() as meters:
         yield live_bytes
     recipe_class.before_step = before_step

@@ -30,9 +30,9 @@ from torchtune_adaptive.engine.distributed.fsdp_state import param_groups
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure, Recovery
 from torchtune_adaptive.engine.recovery.backoff import Backoff
+from torchtune_adaptive.engine.recovery.dry_run import dry_run
 from torchtune_adaptive.engine.recovery.micro_batches import Slices
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
-from torchtune_adaptive.engine.recovery.rehearsal import rehearse
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
@@ -112,7 +112,7 @@ class Trials:
         options: Any = {"on_event": self._note, "reduce": self.case.reduce}
         step = RecoverableStep(self.model, self.micro_step, micro_batch_size=self.micro_batches, **options)
         with mock.patch.object(ddp_ledger, "BUCKET_BYTES", DDP_BUCKET_BYTES):
-            step.rehearse(self.windows[0][0])
+            step.dry_run(self.windows[0][0])
         step.sizes.fitted(sys.maxsize)  # sizes do not explain a fault, so that it halves the micro-batch
         return step
 
@@ -121,7 +121,7 @@ class Trials:
         """The recovery of such a step, for tests of its parts; never use both. Its first use is a collective."""
         micro_steps = [partial(self.micro_step, self.windows[0][0][:rows]) for rows in (1, ROWS)]
         watch = PressureWatch(self.consensus, None, Phases([], None))
-        return rehearse([micro_steps], model=self.model, device=self.device, watch=watch).recovery
+        return dry_run([micro_steps], model=self.model, device=self.device, watch=watch).recovery
 
     def _model(self) -> Any:
         torch.manual_seed(0)

@@ -90,7 +90,7 @@ class Recipe:
         self.parts = RecipeParts(
             models=[self.model],
             objective=NextToken(self.model, loss, nullcontext(), weight_depends_on_cut=False),
-            stepping=OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=1.0),
+            optimizer_policy=OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=1.0),
             release=lambda: None,
             scheduler=self.build_scheduler(12, -1),
             build_scheduler=self.build_scheduler,
@@ -128,9 +128,9 @@ class Recipe:
     def step_in_backward(self) -> None:
         """Use an optimizer for each parameter, as torchtune's ``optimizer_in_bwd`` does."""
         wrapper = create_optim_in_bwd_wrapper(self.model, {one: AdamW([one]) for one in self.model.parameters()})
-        stepping = OptimizerInBackward(self.model, wrapper, ranks=1, normalizes=True)
+        optimizer_policy = OptimizerInBackward(self.model, wrapper, ranks=1, normalizes=True)
         why = "steps in backward"
-        self.parts = replace(self.parts, stepping=stepping, scheduler=None, why_unrecoverable=why)
+        self.parts = replace(self.parts, optimizer_policy=optimizer_policy, scheduler=None, why_unrecoverable=why)
 
     def build_scheduler(self, num_training_steps: int, last_epoch: int) -> Any:
         return LambdaLR(self.optimizer, lambda step: 1 - step / num_training_steps, last_epoch)
@@ -256,7 +256,7 @@ def test_after_an_error_in_the_first_step_what_fitted_in_the_search_is_tried_aga
     assert trainer.recoverable.sizes.limit is None
 
 
-def test_the_peak_of_training_is_not_that_of_the_rehearsal(tmp_path: Path) -> None:
+def test_the_peak_of_training_is_not_that_of_the_dry_run(tmp_path: Path) -> None:
     peaks = []
     for recovers in (True, False):
         recipe = Recipe(tmp_path / str(recovers), epochs=range(1))

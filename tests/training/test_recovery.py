@@ -17,7 +17,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.phases import Phases
-from torchtune_adaptive.engine.recovery import rehearsal
+from torchtune_adaptive.engine.recovery import dry_run
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
@@ -249,7 +249,7 @@ def test_without_recovery_steps_are_the_same_and_an_error_passes(
 
 
 def test_a_model_that_cannot_recover_trains_without_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "FsdpLedger", mock.Mock(side_effect=CannotRecordError("of a reason")))
+    monkeypatch.setattr(dry_run, "FsdpLedger", mock.Mock(side_effect=CannotRecordError("of a reason")))
     toy = Toy(RowLimit(4))
     assert not toy.recoverable.recovers
     assert same_bits(toy.train(), Toy(RowLimit(4), recovers=False).train())
@@ -334,7 +334,7 @@ def test_a_measured_step_has_the_gradient_norm_of_its_first_half(faults: list[in
     assert sums.small_batch is not None
     norm_squared, weight = sums.small_batch.tolist()
     assert weight == 4
-    toy.step.stepping.zero_grad()
+    toy.step.optimizer_policy.zero_grad()
     toy.step.micro_step(MicroBatch(ROWS[:4]))
     expected = sum(p.grad.double().square().sum().item() for p in toy.model.parameters() if p.grad is not None)
     assert norm_squared == pytest.approx(expected)

@@ -55,7 +55,7 @@ class Parts:
         schedule: Any = None,
     ) -> None:
         self.micro_batches = MicroBatcher(limit or RowLimit(8), TokenRows(-100), Consensus(), [])
-        self.step: Any = SimpleNamespace(stepping=SimpleNamespace(learning_rate=0.01), meter=meter)
+        self.step: Any = SimpleNamespace(optimizer_policy=SimpleNamespace(learning_rate=0.01), meter=meter)
         self.recoverable: Any = SimpleNamespace(retries=3, events=())
         self.loader: Any = SimpleNamespace(samples_per_step=64, is_global=is_global, batch_size=16)
         self.growth = BatchGrowth(schedule, total_epochs=1, samples_per_unit=1, consensus=Consensus())

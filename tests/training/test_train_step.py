@@ -28,7 +28,7 @@ from torchtune_adaptive.training import train_step as train_step_module
 from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.batch.row_format import Row
 from torchtune_adaptive.training.objectives import Loss, NextToken, Objective
-from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
+from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerPolicy, OptimizerStep
 from torchtune_adaptive.training.step_figures import StepResult, StepSums
 from torchtune_adaptive.training.train_step import TrainStep, own_norm_squared
 
@@ -63,7 +63,7 @@ def step_of(
     model: nn.Module,
     *,
     objective: Objective | None = None,
-    stepping: Stepping | None = None,
+    optimizer_policy: OptimizerPolicy | None = None,
     max_grad_norm: float | None = None,
     meter: MemoryMeter | None = None,
     collate: Any = collate,
@@ -73,7 +73,7 @@ def step_of(
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     return TrainStep(
         objective or toy_objective(model),
-        stepping or OptimizerStep(model, [optimizer], ranks=1, max_grad_norm=max_grad_norm),
+        optimizer_policy or OptimizerStep(model, [optimizer], ranks=1, max_grad_norm=max_grad_norm),
         collate=collate,
         device=device,
         phases=Phases([model], meter),
@@ -284,11 +284,11 @@ def test_all_optimizers_step_and_the_rate_is_that_of_the_first() -> None:
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     optimizers = [torch.optim.SGD([model.weight], lr=LR), torch.optim.SGD([model.bias], lr=0.25)]
-    stepping = OptimizerStep(model, optimizers, ranks=1, max_grad_norm=None)
-    step_of(model, stepping=stepping)(cut(ROWS, [2]))
+    optimizer_policy = OptimizerStep(model, optimizers, ranks=1, max_grad_norm=None)
+    step_of(model, optimizer_policy=optimizer_policy)(cut(ROWS, [2]))
     assert (model.weight.item(), model.bias.item()) == (pytest.approx(-LR * MEAN_X), pytest.approx(-0.25))
     assert (model.weight.grad, model.bias.grad) == (None, None)
-    assert stepping.learning_rate == LR
+    assert optimizer_policy.learning_rate == LR
 
 
 def in_backward(model: nn.Module, *, normalizes: bool, ranks: int = 1) -> OptimizerInBackward:
@@ -302,16 +302,18 @@ def in_backward(model: nn.Module, *, normalizes: bool, ranks: int = 1) -> Optimi
 def test_the_division_by_ranks_of_fsdp2_is_undone(within_backward: bool) -> None:
     model = toy_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    stepping = OptimizerStep(model, [optimizer], ranks=4, max_grad_norm=None)
-    step_of(model, stepping=in_backward(model, normalizes=True, ranks=4) if within_backward else stepping)([ROWS])
+    optimizer_policy = OptimizerStep(model, [optimizer], ranks=4, max_grad_norm=None)
+    step_of(
+        model, optimizer_policy=in_backward(model, normalizes=True, ranks=4) if within_backward else optimizer_policy
+    )([ROWS])
     assert model.weight.item() == pytest.approx(W - LR * 4 * MEAN_X)
 
 
 @pytest.mark.parametrize("normalizes", [True, False], ids=["normalized", "as torchtune's single-device recipe"])
 def test_optimizers_step_within_backward_and_only_there(normalizes: bool) -> None:
     model = toy_model()
-    stepping = in_backward(model, normalizes=normalizes)
-    step = step_of(model, stepping=stepping)
+    optimizer_policy = in_backward(model, normalizes=normalizes)
+    step = step_of(model, optimizer_policy=optimizer_policy)
     sums = step.micro_step(MicroBatch(ROWS))
     expected = W - LR * (MEAN_X if normalizes else 4 * MEAN_X)
     assert model.weight.item() == pytest.approx(expected)
@@ -440,7 +442,7 @@ def test_the_optimizer_also_steps_where_nothing_counts() -> None:
     """The weight decay of torchtune's usual optimizer still acts."""
     model = toy_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
-    step_of(model, stepping=OptimizerStep(model, [optimizer], ranks=1, max_grad_norm=None))([[ROWS[2]]])
+    step_of(model, optimizer_policy=OptimizerStep(model, [optimizer], ranks=1, max_grad_norm=None))([[ROWS[2]]])
     assert model.weight.item() == pytest.approx(W * (1 - LR * 0.1))
 
 

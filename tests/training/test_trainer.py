@@ -208,12 +208,12 @@ class Toy:
             consensus=Consensus(),
             maximum=self.maximum,
         )
-        self.record = RunLog(self.directory, writes=True)
-        self.record.begin(step=self.steps_done)
+        self.run_log = RunLog(self.directory, writes=True)
+        self.run_log.begin(step=self.steps_done)
         rate = self._rate()
         self.step_log = StepLog(
             SimpleNamespace(log_dict=self._log),
-            self.record,
+            self.run_log,
             self.step,
             self.recoverable,
             self.micro_batches,
@@ -246,7 +246,7 @@ class Toy:
             self.loader,
             growth,
             rate,
-            self.record,
+            self.run_log,
             self.step_log,
             StepProfiler(
                 SimpleNamespace(**{name: partial(self.events.append, name) for name in ("start", "step", "stop")}),
@@ -481,7 +481,7 @@ def test_an_increase_that_is_refused_is_logged_and_changes_nothing(
 ) -> None:
     toy = Toy(tmp_path, function=adds_two_in_epoch_one, maximum=3).train()
     assert toy.figures("batch_size") == [2] * 12
-    assert toy.record.history == []
+    assert toy.run_log.history == []
     assert decisions(caplog) == ["epoch 1: increase of 2 refused, 2 + 2 = 4 is above the maximum of 3"]
 
 
@@ -612,7 +612,7 @@ def test_a_resumed_run_knows_what_did_not_fit_unless_something_has_changed(tmp_p
         changed = Toy(tmp_path / "changed", **{**options, "config": {"seed": 2}})
         changed.trainer.load_state(saved)
         assert changed.recoverable.sizes.smallest_failed is None
-        reason = changed.record.history[-1]["reason"]
+        reason = changed.run_log.history[-1]["reason"]
         seed = "seed 1 -> 2, but random numbers continue as saved"
         assert reason == f"resumed with changes: {seed}; micro-batches of 20 tokens or more are tried again"
 
@@ -745,7 +745,7 @@ def test_changes_since_the_checkpoint_are_logged_and_noted(tmp_path: Path, caplo
     assert toy.history() == [{"step": 7, "epoch": 1, "batch_size": 3, "reason": reason}]
     same = Toy(tmp_path, epochs=range(1, 2), steps_done=6, config={"seed": 1})
     same.trainer.load_state(saved)
-    assert same.record.history == []
+    assert same.run_log.history == []
 
 
 @pytest.mark.parametrize(("seed", "limit"), [(1, 2), (2, 3)], ids=["as it was", "changed"])

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from torchtune_adaptive.cli.arguments import Commands, add_command
-from torchtune_adaptive.files import check_writable, write_whole, writing
+from torchtune_adaptive.files import check_writable, write_atomically, writing
 from torchtune_adaptive.report.page import page
 from torchtune_adaptive.report.pictures import pictures
 from torchtune_adaptive.report.read import read_run
@@ -45,4 +45,4 @@ def _report(arguments: argparse.Namespace) -> None:
     print()
     for name, content in files.items():
         with writing("--to", folder / name):
-            print(f"Written to {write_whole(folder / name, content)}")
+            print(f"Written to {write_atomically(folder / name, content)}")

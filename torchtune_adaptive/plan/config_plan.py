@@ -9,7 +9,7 @@ from torchtune_adaptive.engine.search.strategies import NO_BOUND, round_down_to_
 from torchtune_adaptive.errors import require_integer
 from torchtune_adaptive.plan.decide import BatchSizes, Device, LengthPlan, Plan
 from torchtune_adaptive.plan.gpu import Card, Overhead
-from torchtune_adaptive.plan.host import HostPlan, Launch, plan_host
+from torchtune_adaptive.plan.host_memory import HostPlan, Launch, plan_host
 from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import data_parallel_ranks
@@ -112,7 +112,7 @@ def as_traced(cfg: DictConfig, settings: AdaptiveSettings) -> DictConfig:
 
     Two need as much memory as more: from the second one on, gradients of earlier micro-steps are in memory.
     """
-    if not (settings.cuts_samples or settings.growth_limit != "memory" or settings.measures):
+    if not (settings.cuts_samples or settings.growth_limit != "memory" or settings.needs_gradient_noise):
         return cfg
     traced = OmegaConf.merge(cfg, {"gradient_accumulation_steps": 2})
     assert isinstance(traced, DictConfig)

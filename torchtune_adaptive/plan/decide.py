@@ -12,7 +12,7 @@ from typing import Literal
 
 from torchtune_adaptive.engine.search.strategies import NO_BOUND, binary_search
 from torchtune_adaptive.plan.gpu import Overhead
-from torchtune_adaptive.plan.host import HostPlan
+from torchtune_adaptive.plan.host_memory import HostPlan
 from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
 
 Fits = Literal["yes", "perhaps", "no"]

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from torchtune_adaptive.errors import InputError, is_number, quote, reason_of, require_integer
-from torchtune_adaptive.files import write_whole
+from torchtune_adaptive.files import write_atomically
 from torchtune_adaptive.text import parse_memory
 
 # ---- known GPUs
@@ -210,7 +210,7 @@ class Calibration:
 
     def write(self, path: Path) -> None:
         """Write the figures as JSON to ``path``; a reader never sees a half-written file."""
-        write_whole(path, json.dumps({"version": CALIBRATION_VERSION} | asdict(self), indent=2) + "\n")
+        write_atomically(path, json.dumps({"version": CALIBRATION_VERSION} | asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "Calibration":

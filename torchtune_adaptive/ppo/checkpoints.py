@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.stock.checkpoints import WholeCheckpointer
+from torchtune_adaptive.stock.checkpoints import AtomicCheckpointer
 from torchtune_adaptive.stock.resume import changed_file, model_files, resuming
 from torchtune_adaptive.training.checkpoints.folder import STATE_NAME, Checkpoint, read_checkpoint
 
@@ -61,7 +61,7 @@ class PromptBatches:
             self.done = 0
 
 
-class LastCheckpointer(WholeCheckpointer):
+class LastCheckpointer(AtomicCheckpointer):
     """Delays each save until ``save_now``, so that another checkpointer can save first."""
 
     def save_checkpoint(self, *args: Any, **options: Any) -> None:

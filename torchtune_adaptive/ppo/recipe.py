@@ -21,7 +21,7 @@ from torchtune_adaptive.errors import InputError, RunEnded, cannot_recover
 from torchtune_adaptive.ppo.checkpoints import LastCheckpointer, PromptBatches, resuming_with_value_model
 from torchtune_adaptive.ppo.checks import check_ppo_config, check_ppo_models
 from torchtune_adaptive.ppo.turn_sizes import TurnSizes, find_turn_sizes
-from torchtune_adaptive.stock.checkpoints import WholeCheckpointer
+from torchtune_adaptive.stock.checkpoints import AtomicCheckpointer
 from torchtune_adaptive.stock.checks import check_components, check_input_files
 from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.identity import identity, method_of_recipe
@@ -219,7 +219,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         """Resume from the checkpoint. Returns the sizes of its run, None if they must be searched again."""
         self._policy_checkpointer = LastCheckpointer(self._policy_checkpointer, self._folder)
         self._values_folder.discard_unfinished()
-        self._value_checkpointer = WholeCheckpointer(self._value_checkpointer, self._values_folder)
+        self._value_checkpointer = AtomicCheckpointer(self._value_checkpointer, self._values_folder)
         trained = nn.ModuleDict({"policy": self._policy_model, "value": self._value_model})
         self._steps = StepCheckpoints(self._folder, trained, self.optimizers(), self._settings, self._consensus)
         self._rank_states = RankStates(self._consensus, self._device, generators=[self._rng])

@@ -29,7 +29,7 @@ log = utils.get_logger("DEBUG")
 RECIPE_STATE = Path("recipe_state") / RECIPE_STATE_NAME
 
 
-class WholeCheckpointer:
+class AtomicCheckpointer:
     """A torchtune checkpointer whose checkpoints are complete, or do not exist.
 
     Files are in torchtune's places. In addition, the folder of the latest epoch has the recipe's state, so that weights
@@ -127,11 +127,11 @@ class WholeCheckpointer:
 class WholeCheckpointClient(CheckpointClient):
     """torchtune's checkpoint client, which saves by ``checkpointer``."""
 
-    def __init__(self, cfg: DictConfig, checkpointer: WholeCheckpointer) -> None:
+    def __init__(self, cfg: DictConfig, checkpointer: AtomicCheckpointer) -> None:
         super().__init__(cfg)
         self._whole = checkpointer
 
-    def _get_checkpointer(self) -> WholeCheckpointer:
+    def _get_checkpointer(self) -> AtomicCheckpointer:
         return self._whole
 
     def _save_checkpoint_async(self, model: Any, optimizer: Any, training_progress: Any, epoch: int) -> None:

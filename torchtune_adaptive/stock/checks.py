@@ -242,7 +242,7 @@ def _check_steps_after_backward(cfg: DictConfig, settings: AdaptiveSettings) -> 
         value = getattr(settings, name)
         if value != getattr(defaults, name):
             raise InputError(f"`optimizer_in_bwd` must be False with `{name}` {value}, but is True instead.")
-    if settings.measures:
+    if settings.needs_gradient_noise:
         raise InputError(
             "`optimizer_in_bwd` must be False with a `batch_increase_function` that measures gradients,"
             " but is True instead."
@@ -258,7 +258,7 @@ def _check_tensor_parallel(cfg: DictConfig, settings: AdaptiveSettings) -> None:
             f"`clip_grad_norm` must be null with `tensor_parallel_dim` {dim}, because torch cannot clip gradients of"
             f" different meshes, but is {quote(clips_at)} instead."
         )
-    if dim > 1 and settings.measures:
+    if dim > 1 and settings.needs_gradient_noise:
         raise InputError(
             "`tensor_parallel_dim` must be 1 with a `batch_increase_function` that measures gradients,"
             f" but is {dim} instead."

@@ -17,7 +17,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, keep_random_states
 from torchtune_adaptive.engine.memory.devices import check_limit
 from torchtune_adaptive.errors import InputError, reason_of
-from torchtune_adaptive.stock.checkpoints import WholeCheckpointer
+from torchtune_adaptive.stock.checkpoints import AtomicCheckpointer
 from torchtune_adaptive.stock.checks import (
     check_components,
     check_config,
@@ -42,7 +42,7 @@ from torchtune_adaptive.training.batch.image_rows import text_or_images
 from torchtune_adaptive.training.batch.row_format import RowFormat, TokenRows
 from torchtune_adaptive.training.metrics import TolerantLogger
 from torchtune_adaptive.training.objectives import NextToken, Objective
-from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep, Stepping
+from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerPolicy, OptimizerStep
 from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.same_config import check_same_config
@@ -133,9 +133,9 @@ class AdaptiveRecipe:
                 max_tiles=getattr(self._tokenizer, "max_num_tiles", None),
             )
 
-    def keep_whole(self) -> WholeCheckpointer:
+    def keep_whole(self) -> AtomicCheckpointer:
         """Make checkpoints of epochs atomic, and return the checkpointer for that."""
-        self._checkpointer = WholeCheckpointer(self._checkpointer, self._folder)
+        self._checkpointer = AtomicCheckpointer(self._checkpointer, self._folder)
         return self._checkpointer
 
     def before_step(self, step: int) -> None:
@@ -156,7 +156,7 @@ class AdaptiveRecipe:
         parts = RecipeParts(
             models=self.models(),
             objective=self.objective(as_stock=not self._settings.cuts_samples),
-            stepping=self.stepping(),
+            optimizer_policy=self.optimizer_policy(),
             release=self._activations.renew,
             scheduler=self._lr_scheduler,
             build_scheduler=lambda steps, last: self._setup_lr_scheduler(
@@ -233,7 +233,7 @@ class AdaptiveRecipe:
             ckpt_dict = {**ckpt_dict, training.MAX_STEPS_KEY: self.max_steps_per_epoch}
         super()._update_recipe_state(ckpt_dict)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def stepping(self) -> Stepping:
+    def optimizer_policy(self) -> OptimizerPolicy:
         """When and how the optimizers step."""
         if self._optimizer_in_bwd:
             normalizes = self._normalizes_in_backward

@@ -326,7 +326,7 @@ def latest_epoch(cfg: DictConfig, checkpoint: Checkpoint | None) -> Iterator[Non
     """Context for a set-up with ``cfg`` of ``resuming``: a checkpoint of an epoch is the latest that torchtune sees.
 
     torchtune reads the latest epoch of the checkpointer's `output_dir`, which may have none, or another run's. Within
-    the context, `output_dir` is a temporary folder with a link; ``WholeCheckpointer`` sets the checkpointer's back.
+    the context, `output_dir` is a temporary folder with a link; ``AtomicCheckpointer`` sets the checkpointer's back.
     """
     is_torchtunes = str(OmegaConf.select(cfg, "checkpointer._component_")).startswith("torchtune.")
     if checkpoint is None or checkpoint.is_of_step or _is_in_background(checkpoint.path) or not is_torchtunes:

@@ -32,7 +32,7 @@ from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.training.found_config import end_search, found_values
 from torchtune_adaptive.training.learning_rate import BuildScheduler, LearningRate, check_follows
 from torchtune_adaptive.training.objectives import Objective
-from torchtune_adaptive.training.optimizers import Stepping, leak_warning
+from torchtune_adaptive.training.optimizers import OptimizerPolicy, leak_warning
 from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.recovery import prepare_recovery
 from torchtune_adaptive.training.run_log import RunLog
@@ -52,7 +52,7 @@ class RecipeParts:
 
     Attributes:
         models: all models on the device, the trained one first.
-        stepping: when and how the optimizers step.
+        optimizer_policy: when and how the optimizers step.
         release: frees memory that a failed step holds outside of the models.
         scheduler: the learning rate's scheduler, None for a constant rate; ``build_scheduler`` creates it again.
         sampler: this rank's sampler over the data set.
@@ -77,7 +77,7 @@ class RecipeParts:
 
     models: Sequence[nn.Module]
     objective: Objective
-    stepping: Stepping
+    optimizer_policy: OptimizerPolicy
     release: Callable[[], object]
     scheduler: Any
     build_scheduler: BuildScheduler
@@ -113,20 +113,20 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
 
     In order: what a step needs (meter, train step, loader), the saved state, the search for sizes, the batch size and
     the position to start from, the preparation for out-of-memory errors, the learning rate, the run's files, and the
-    trainer of all these. Searches and rehearsals restore all state.
+    trainer of all these. Searches and trial_batches restore all state.
 
     Raises:
         InputError: data, settings and saved state do not match.
         NothingFitsError: one row does not fit.
         RunEnded: the settings ask only for the search; its result is written.
     """
-    stepping = parts.stepping
+    optimizer_policy = parts.optimizer_policy
     model = nn.ModuleList(parts.models)
     meter = _make_meter(parts, settings, model)
     phases = Phases(parts.models, meter)
     step = TrainStep(
         parts.objective,
-        stepping,
+        optimizer_policy,
         collate=parts.collate,
         device=parts.device,
         phases=phases,
@@ -136,7 +136,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
     workload = Workload(
         train_step=step,
         model=model,
-        optimizers=stepping.optimizers,
+        optimizers=optimizer_policy.optimizers,
         device=parts.device,
         meter=meter,
         consensus=consensus,
@@ -144,7 +144,9 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         state_comes_first=True,
     )
     loader = _make_loader(parts, settings.global_batch_size)
-    checkpoints = StepCheckpoints(parts.checkpoints, stepping.model, stepping.optimizers, settings, consensus)
+    checkpoints = StepCheckpoints(
+        parts.checkpoints, optimizer_policy.model, optimizer_policy.optimizers, settings, consensus
+    )
     saved = checkpoints.load(parts.resumed, config=parts.config)
     growth = BatchGrowth(
         settings.batch_increase_function,
@@ -179,7 +181,9 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         loader.set_batch_size(start.batch_size)
         check_fills_step(loader, start.batch_size)
         limit = sizes.limit(loader.rows_per_micro_step)
-        if not stepping.accumulates and limit.size < loader.rows_per_micro_step:  # the step would have to be cut
+        if (
+            not optimizer_policy.accumulates and limit.size < loader.rows_per_micro_step
+        ):  # the step would have to be cut
             raise InputError(
                 f"`optimizer_in_bwd` must be False to resume with a batch of {loader.rows_per_micro_step} rows, of"
                 f" which {limit.size} fit now, but is True instead."
@@ -190,7 +194,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             model,
             step.micro_step,
             micro_batch_size=micro_batches,
-            optimizer=stepping.optimizers,
+            optimizer=optimizer_policy.optimizers,
             release=parts.release,
             padded_rows=micro_batches.padded_rows if parts.row_format.memory_follows_tokens else None,
             on_event=lambda event: trainer.note_event(event),
@@ -203,7 +207,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         prepare_recovery(
             recoverable,
             loader.dataset,
-            optimizers=stepping.optimizers,
+            optimizers=optimizer_policy.optimizers,
             watch=watch,
             device=parts.device,
             is_wanted=settings.oom_recovery,
@@ -211,7 +215,9 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         )
         if meter is not None:
             meter.reset()  # its peak is that of training
-        creates_state = stepping.accumulates and not any(optimizer.state for optimizer in stepping.optimizers)
+        creates_state = optimizer_policy.accumulates and not any(
+            optimizer.state for optimizer in optimizer_policy.optimizers
+        )
         # Without a search, training stays equal to torchtune's bit for bit. Only CUDA's allocator caches memory.
         if creates_state and sizes.result is not None and parts.device.type == "cuda":
             micro_batches.start_small()
@@ -267,9 +273,9 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         )
         if saved is not None:
             trainer.load_state(saved)
-    if settings.decides:
+    if settings.overrides_batching:
         _note_batch_size(trainer, parts, settings, start)
-    if consensus.rank == 0 and (leak := leak_warning(stepping.optimizers)):
+    if consensus.rank == 0 and (leak := leak_warning(optimizer_policy.optimizers)):
         log.warning(leak)
     if settings.search_only:
         found = found_values(settings, sizes, rows=loader.rows_per_micro_step)
@@ -281,7 +287,7 @@ def _make_meter(parts: RecipeParts, settings: AdaptiveSettings, models: nn.Modul
     """The meter. None on a CPU without a limit, where it would only cost time."""
     if parts.device.type != "cuda" and (parts.device.type != "cpu" or settings.memory_limit_bytes is None):
         return None
-    return meter_for(parts.device, models, parts.stepping.optimizers, exact=False)
+    return meter_for(parts.device, models, parts.optimizer_policy.optimizers, exact=False)
 
 
 def _make_loader(parts: RecipeParts, samples_per_step: int | None) -> StepLoader:
@@ -304,7 +310,7 @@ def _make_rate(
     """The learning rate, at the step from which the run starts."""
     rate = LearningRate(
         parts.scheduler,
-        parts.stepping.optimizers,
+        parts.optimizer_policy.optimizers,
         parts.build_scheduler,
         total_epochs=parts.epochs.stop,
         schedule_steps=start.schedule_steps,
@@ -312,7 +318,7 @@ def _make_rate(
         reference_samples=_samples_in_config(parts, loader) if saved is None else saved.reference_samples,
     )
     # Also in a resumed run, in which some of torchtune's recipes restart their schedule.
-    if settings.decides or settings.lr_scaling != "none" or parts.resumed is not None:
+    if settings.overrides_batching or settings.lr_scaling != "none" or parts.resumed is not None:
         rate.begin(
             epoch=parts.epochs.start,
             step=start.steps_done,
@@ -371,7 +377,7 @@ def _note_batch_size(trainer: Trainer, parts: RecipeParts, settings: AdaptiveSet
         return
     trainer.note_batch_size(reason, epoch=parts.epochs.start, samples_per_step_in_config=in_config)
     text = f"An optimizer step has {samples} samples, but had {in_config} in the config"
-    if not parts.stepping.accumulates:  # with `optimizer_in_bwd`, which allows neither of the keys
+    if not parts.optimizer_policy.accumulates:  # with `optimizer_in_bwd`, which allows neither of the keys
         text += ", for which its learning rate was chosen"
     else:
         text += f": adaptive.global_batch_size={in_config} keeps {in_config}"

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import RunEnded
-from torchtune_adaptive.files import write_whole, writing
+from torchtune_adaptive.files import write_atomically, writing
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.sizes import Sizes
 
@@ -62,7 +62,7 @@ def end_search(cfg: DictConfig, values: Mapping[str, Any], *, seq_len: int | Non
     def write() -> None:
         header = f"# The sizes that a search found ({rests_on}): {found}\n"
         with writing("output_dir", path.parent, kind="folder"):
-            write_whole(path, header + OmegaConf.to_yaml(changed))
+            write_atomically(path, header + OmegaConf.to_yaml(changed))
 
     consensus.ask_rank_zero(write)
     raise RunEnded(f"the search found {found} ({rests_on}); the config with it is {path}.", 0)

@@ -18,7 +18,7 @@ _LEAKS_HOST_MEMORY = ("2.10.", "2.11.")  # versions of torch; delete when the ol
 
 
 @dataclass(eq=False)
-class Stepping(ABC):
+class OptimizerPolicy(ABC):
     """The interface of a train step to the optimizers: ``backward`` for each micro-step, ``normalize``, then ``step``.
 
     Attributes:
@@ -59,7 +59,7 @@ class Stepping(ABC):
 
 
 @dataclass(eq=False)
-class OptimizerStep(Stepping):
+class OptimizerStep(OptimizerPolicy):
     """Accumulates the gradients of all micro-steps. Then they are normalized and clipped, and the optimizers step.
 
     Attributes:
@@ -88,7 +88,7 @@ class OptimizerStep(Stepping):
         self.zero_grad()
 
 
-class OptimizerInBackward(Stepping):
+class OptimizerInBackward(OptimizerPolicy):
     """torchtune's ``optimizer_in_bwd``: each parameter has an optimizer, which steps once its gradient is computed.
 
     An optimizer step is a single micro-step, whose loss is normalized before its backward pass.

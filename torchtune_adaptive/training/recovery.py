@@ -7,7 +7,7 @@ import torch
 from torchtune import utils
 
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
-from torchtune_adaptive.engine.recovery.rehearsal import allocate_states
+from torchtune_adaptive.engine.recovery.dry_run import allocate_states
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.errors import CannotCutError, CannotRecoverError, cannot_recover
@@ -41,7 +41,7 @@ def prepare_recovery(
         try:
             if why_not:
                 raise cannot_recover(why_not)
-            recoverable.rehearse(dataset)
+            recoverable.dry_run(dataset)
             return
         except CannotCutError:
             raise

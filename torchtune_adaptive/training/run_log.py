@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.errors import reason_of
-from torchtune_adaptive.files import write_whole
+from torchtune_adaptive.files import write_atomically
 
 LOG_NAME = "adaptive_log.jsonl"
 SEARCH_ONLY, SEARCH, SIZES = "search only", "search", "sizes"  # events that are read again
@@ -54,7 +54,7 @@ class RunLog:
             kept = _lines_up_to(math.inf if search_only else step, self.path) if step or search_only else []
             if kept and not search_only and json.loads(kept[0]).get("run", "") != run:
                 kept = []
-            write_whole(self.path, "".join(f"{line}\n" for line in kept))
+            write_atomically(self.path, "".join(f"{line}\n" for line in kept))
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
             self._give_up(error)

@@ -175,7 +175,11 @@ class SizeFinder:
     def _probe_batch(self, row: Row, rows: int) -> list[list[Row]]:
         """The micro-batches of a probe with ``rows`` copies of ``row``."""
         settings, loader = self.settings, self.loader
-        if settings.max_tokens_per_micro_batch is not None or settings.growth_limit != "memory" or settings.measures:
+        if (
+            settings.max_tokens_per_micro_batch is not None
+            or settings.growth_limit != "memory"
+            or settings.needs_gradient_noise
+        ):
             return probe_batch(row, rows, micro_steps=2)  # more need no more memory
         steps = math.ceil(loader.rows_per_step / rows) if loader.is_global else loader.micro_steps
         return probe_batch(row, rows, micro_steps=steps)

@@ -150,7 +150,7 @@ class StepLog:
         limit = self.micro_batches.limit
         figures: dict[str, Any] = {
             "loss": result.loss,
-            "lr": self.step.stepping.learning_rate,
+            "lr": self.step.optimizer_policy.learning_rate,
             "tokens_per_second_per_gpu": result.num_tokens / (seconds * self.ranks),
             "global_batch_size": self.loader.samples_per_step,
             limit.key: limit.size,

@@ -25,7 +25,7 @@ from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.batch.row_format import Row
 from torchtune_adaptive.training.objectives import Objective
-from torchtune_adaptive.training.optimizers import Stepping, divisor, sum_over_ranks
+from torchtune_adaptive.training.optimizers import OptimizerPolicy, divisor, sum_over_ranks
 from torchtune_adaptive.training.step_figures import StepFigures, StepSums
 
 
@@ -41,7 +41,7 @@ class TrainStep:
     """
 
     objective: Objective
-    stepping: Stepping
+    optimizer_policy: OptimizerPolicy
     _: KW_ONLY
     collate: Callable[[Sequence[Row]], Any]
     device: torch.device
@@ -63,14 +63,14 @@ class TrainStep:
         self.phases.enter("forward")
         loss = self.objective(self._batch(micro_batch.rows))  # hooks enter the phase "loss" after the forward pass
         self.phases.enter("backward")
-        self.stepping.backward(loss)
+        self.optimizer_policy.backward(loss)
         sums = StepSums.of(loss)
         del loss  # only the sums outlive the backward pass
         if not micro_batch.is_small:
             return sums
         norm_squared = torch.zeros((), dtype=torch.float64, device=sums.loss.device)
         if micro_batch.ends_small:
-            norm_squared = own_norm_squared(self.stepping.model).to(norm_squared)
+            norm_squared = own_norm_squared(self.optimizer_policy.model).to(norm_squared)
         return replace(sums, small_batch=torch.stack((norm_squared, sums.weight.double())))
 
     def finish(self, sums: StepSums) -> StepFigures:
@@ -79,7 +79,7 @@ class TrainStep:
         Raises:
             RuntimeError: out of memory after all ranks had agreed that the micro-steps succeeded.
         """
-        creates_state = not self._has_finished_one and not any(one.state for one in self.stepping.optimizers)
+        creates_state = not self._has_finished_one and not any(one.state for one in self.optimizer_policy.optimizers)
         if creates_state:
             self._free_cache()
         try:
@@ -105,9 +105,9 @@ class TrainStep:
         self.phases.enter("clip")
         values = self._sum_over_ranks(sums)
         weight = divisor(values[1]).to(sums.weight.dtype)
-        norm = self.stepping.normalize(weight)
+        norm = self.optimizer_policy.normalize(weight)
         self.phases.enter("optimizer")
-        self.stepping.step()
+        self.optimizer_policy.step()
         # Rounded as in torchtune, which divides a number by a tensor.
         loss = weight.reciprocal() * values[0].to(sums.loss.dtype)
         metrics_end = 4 + len(sums.metrics)
@@ -145,7 +145,7 @@ class TrainStep:
         scalars = [sums.loss, sums.weight, num_tokens, stop, *sums.metrics.values()]
         values = torch.stack([value.detach().double() for value in scalars])
         if sums.small_batch is not None:
-            norm_squared = own_norm_squared(self.stepping.model).to(values.device)
+            norm_squared = own_norm_squared(self.optimizer_policy.model).to(values.device)
             values = torch.cat((values, sums.small_batch, norm_squared[None]))
         return sum_over_ranks(values)
 

@@ -46,7 +46,7 @@ class Trainer:
     loader: StepLoader
     growth: BatchGrowth
     rate: LearningRate
-    record: RunLog
+    run_log: RunLog
     step_log: StepLog
     profiler: StepProfiler
     saver: RunSaver
@@ -75,7 +75,7 @@ class Trainer:
         self.step_log.finish("complete", step=self.global_step, epochs_run=self.epochs_run)
 
     def _train_epochs(self) -> None:
-        self.step.stepping.zero_grad()
+        self.step.optimizer_policy.zero_grad()
         with self.profiler.running():
             for epoch in self.epochs:
                 if not self._resumes_within:
@@ -94,18 +94,18 @@ class Trainer:
             self.note(f"resumed with changes: {'; '.join(changes)}")
 
     def note_batch_size(self, reason: str, *, epoch: int, **figures: int) -> None:
-        """Log the current batch size with its arithmetic and the reason, and add it to the record with ``figures``."""
+        """Log the batch size with its arithmetic and the reason; with ``figures`` also in the run's log."""
         size, loader = self.loader.batch_size, self.loader
         utils.log_rank_zero(log, f"{loader.key} {size} ({reason}): {loader.describe(size)}{self._describe_cut()}")
         samples, step = loader.samples_per_step, self.global_step + 1
-        self.record.note(reason, step=step, epoch=epoch, batch_size=size, samples_per_step=samples, **figures)
+        self.run_log.note(reason, step=step, epoch=epoch, batch_size=size, samples_per_step=samples, **figures)
 
     def note(self, reason: str, *, is_logged: bool = True, **figures: int) -> None:
-        """Log ``reason``, and add it to the record with ``figures``."""
+        """Log ``reason``, and add it to the run's log with ``figures``."""
         if is_logged:
             utils.log_rank_zero(log, reason)
         step, size = self.global_step + 1, self.loader.batch_size
-        self.record.note(reason, step=step, epoch=self.epochs_run, batch_size=size, **figures)
+        self.run_log.note(reason, step=step, epoch=self.epochs_run, batch_size=size, **figures)
 
     def _grow(self, epoch: int) -> None:
         """Apply this epoch's increase; adapt data, steps per epoch, micro-batches and learning rate. A collective."""
@@ -160,7 +160,7 @@ class Trainer:
         return self.step.finish(sums)  # one all-reduce, normalize, clip, optimizer
 
     def note_event(self, event: MemoryEvent) -> None:
-        """Log a shortage of memory or its end, and add it to the record if micro-batches have changed."""
+        """Log a shortage of memory or its end, and add it to the run's log if micro-batches have changed."""
         self.step_log.write_events()  # at once, because the step may end the run
         limit = self.micro_batches.limit
         if event.too_large is not None:

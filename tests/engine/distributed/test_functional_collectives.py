@@ -15,14 +15,14 @@ from benchmarks.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.functional_collectives import (
     CannotRecordError,
+    DryRecordFunctional,
     FunctionalCollective,
     IssuedCounts,
-    NoteFunctional,
     RecordFunctional,
     drop_unfinished_masks,
     wait_for_unused_results,
 )
-from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
+from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 
 
 def _issue(group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -54,7 +54,7 @@ def _trials(rank: int) -> dict[str, Any]:
     noted: list[FunctionalCollective] = []
     counts = IssuedCounts([recorded[0].group])
     counts.start()
-    with NoteFunctional(noted.append):
+    with DryRecordFunctional(noted.append):
         results = _issue(group)
     counted_while_noting = counts.since_start()
     if rank == 0:  # the peer computes; this rank only issues what the peer waits for
@@ -66,12 +66,12 @@ def _trials(rank: int) -> dict[str, Any]:
     counted = counts.since_start()[recorded[0].group]
     refused = ""
     try:
-        with NoteFunctional(noted.append):
+        with DryRecordFunctional(noted.append):
             dist.all_reduce(torch.ones(1))
     except CannotRecordError as error:
         refused = str(error)
     consensus = Consensus()
-    outcome = run_with_votes(lambda: _fails_before_use(group), consensus)
+    outcome = run_or_abort_together(lambda: _fails_before_use(group), consensus)
     after_vote = _unwaited()
     before, unused = 0, None
     try:

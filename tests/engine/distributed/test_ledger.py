@@ -33,11 +33,11 @@ from torchtune_adaptive.engine.distributed.fsdp_state import (
     reset_after_failure,
 )
 from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
-from torchtune_adaptive.engine.distributed.ledger import CollectiveInDoubtError, Ledger
+from torchtune_adaptive.engine.distributed.ledger import CollectiveStateUnknownError, Ledger
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import Recovery
-from torchtune_adaptive.engine.recovery.rehearsal import rehearse
+from torchtune_adaptive.engine.recovery.dry_run import dry_run
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.errors import CannotRecoverError, NothingFitsError
 from torchtune_adaptive.testing import Fault, out_of_memory
@@ -68,12 +68,12 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def ledger_of(model: nn.Module) -> Ledger:
-    """A ledger whose template is a micro-step of ``model``."""
+    """A ledger that expects a micro-step of ``model``."""
     ledger = FsdpLedger(model, CPU, reduces_once=False)
     micro_step(model)  # the first one does lazy set-up
     ledger.begin(is_last=True)
     micro_step(model)
-    ledger.templates = ledger.issued, ledger.issued
+    ledger.expected = ledger.issued, ledger.issued
     model.zero_grad(set_to_none=True)
     return ledger
 
@@ -96,7 +96,7 @@ def refusal(ledger: Ledger) -> str:
     """Why the ledger does not replay the rest; "none" if it does."""
     try:
         ledger.replay_rest()
-    except CollectiveInDoubtError as error:
+    except CollectiveStateUnknownError as error:
         return str(error)
     return "none"
 
@@ -200,7 +200,7 @@ def play_on_four(rank: int) -> dict[str, Any]:
 # ---- one model on two ranks
 
 
-def rehearsed(
+def dry_run_of(
     model: nn.Module,
     micro_steps: Sequence[Callable[[], object]],
     *,
@@ -208,7 +208,7 @@ def rehearsed(
     release: Callable[[], object] = lambda: None,
 ) -> Recovery:
     watch = PressureWatch(consensus or Consensus(), None, Phases([], None))
-    return rehearse([micro_steps], model=model, device=CPU, watch=watch, release=release).recovery
+    return dry_run([micro_steps], model=model, device=CPU, watch=watch, release=release).recovery
 
 
 class Scenarios:
@@ -218,13 +218,13 @@ class Scenarios:
         self.rank = rank
         self.consensus = Consensus()
 
-    def rehearse(self, model: nn.Module, *micro_steps: Callable[[], object]) -> str:
-        """The outcome of a rehearsal: "recovery", "out of memory", or the reason why there is no recovery."""
+    def dry_run(self, model: nn.Module, *micro_steps: Callable[[], object]) -> str:
+        """The outcome of a dry run: "recovery", "out of memory", or the reason why there is no recovery."""
         steps = micro_steps or (lambda: micro_step(model, 2), lambda: micro_step(model, 3))
         before = communicators_of(model)
         outcome = "recovery"
         try:
-            rehearsed(model, steps, consensus=self.consensus)
+            dry_run_of(model, steps, consensus=self.consensus)
         except NothingFitsError:
             outcome = "out of memory"
         except CannotRecoverError as error:
@@ -232,7 +232,7 @@ class Scenarios:
         assert outcome == "recovery" or communicators_of(model) == before, "not put back"
         return outcome
 
-    def a_rehearsal_restores_all_state(self) -> dict[str, bool]:
+    def a_dry_run_restores_all_state(self) -> dict[str, bool]:
         trainee = ShardedTrainee()
         model = trainee.model
         model.register_buffer("seen", torch.zeros(2))
@@ -249,7 +249,7 @@ class Scenarios:
         micro_step(model)
         before = [*trainee.state(), seen.clone(), constant.clone()], generators()
         steps = [lambda: micro_step(model, 2), lambda: micro_step(model, 3)]
-        recovery = rehearsed(model, steps, consensus=self.consensus)
+        recovery = dry_run_of(model, steps, consensus=self.consensus)
         found = {
             "tensors as before": same_bits([*trainee.state(), seen, constant], before[0]),
             "generators as before": generators() == before[1],
@@ -271,7 +271,7 @@ class Scenarios:
             micro_step(model)
             dist.all_reduce(torch.zeros(1))
 
-        return self.rehearse(model, step, step)
+        return self.dry_run(model, step, step)
 
     def with_other_collectives_for_the_second_batch(self) -> str:
         model = ShardedTrainee().model
@@ -280,7 +280,7 @@ class Scenarios:
             model(torch.zeros(2, WIDTH))
             micro_step(model)
 
-        return self.rehearse(model, lambda: micro_step(model), step)
+        return self.dry_run(model, lambda: micro_step(model), step)
 
     def with_a_setting_that_the_first_micro_step_changes_for_good(self) -> str:
         model: Any = ShardedTrainee().model
@@ -289,10 +289,10 @@ class Scenarios:
             micro_step(model)
             model.set_reshard_after_forward(False)
 
-        return self.rehearse(model, step, step)
+        return self.dry_run(model, step, step)
 
     def with_a_setting_that_a_failed_micro_step_has_changed(self) -> list[Any]:
-        """The outcome and FSDP2's settings after the first rehearsal of a new model, and those of another model."""
+        """The outcome and FSDP2's settings after the first dry run of a new model, and those of another model."""
         model: Any = ShardedTrainee(warm_steps=0).model
         other = ShardedTrainee().model
 
@@ -301,7 +301,7 @@ class Scenarios:
             change_fsdp_settings(model)
             out_of_memory()
 
-        outcome = self.rehearse(model, step, step)
+        outcome = self.dry_run(model, step, step)
         return [outcome, fsdp_settings(model), fsdp_settings(other)]
 
     def with_ranks_that_take_the_layers_in_different_order(self) -> str:
@@ -309,17 +309,17 @@ class Scenarios:
         model = ShardedTrainee().model
         if self.rank == 1:
             take_layers_in_turned_order(model)
-        return self.rehearse(model)
+        return self.dry_run(model)
 
     def with_an_obstacle_on_one_rank(self) -> str:
         error = CannotRecordError("an obstacle") if dist.get_rank() else None
         with mock.patch.object(fsdp_ledger, "communicators", side_effect=error, wraps=communicators):
-            return self.rehearse(ShardedTrainee().model)
+            return self.dry_run(ShardedTrainee().model)
 
     def with_another_step_that_is_open(self) -> str:
         model = ShardedTrainee().model
         ledger_of(model)
-        return self.rehearse(model)
+        return self.dry_run(model)
 
     def with_several_meshes(self) -> str:
         """The outcome, or why it cannot be tested."""
@@ -329,10 +329,10 @@ class Scenarios:
         model = nn.Linear(WIDTH, WIDTH)
         elsewhere = _fsdp_common.ShardPlacementResult(Shard(0), other)
         fully_shard(model, mesh=group_mesh(), shard_placement_fn=lambda one: elsewhere if one is model.bias else None)
-        return self.rehearse(model)
+        return self.dry_run(model)
 
     def out_of_memory_on_one_rank(self) -> list[Any]:
-        """The outcomes of these rehearsals, whether they restore all state, and the outcome of the next one."""
+        """The outcomes of these trial_batches, whether they restore all state, and the outcome of the next one."""
         trainee = ShardedTrainee()
         model = trainee.model
         before, random_state, own = trainee.state(), torch.get_rng_state(), communicators(model)
@@ -347,9 +347,9 @@ class Scenarios:
                 with faults[-1]:
                     micro_step(model)
 
-            found.append(self.rehearse(model, step, step))
+            found.append(self.dry_run(model, step, step))
         as_before = same_bits(trainee.state(), before) and torch.equal(torch.get_rng_state(), random_state)
-        return [found, as_before and communicators(model) == own, self.rehearse(model)]
+        return [found, as_before and communicators(model) == own, self.dry_run(model)]
 
     def a_collective_fails_in_itself(self) -> list[Any]:
         """Why the rest is not replayed, for each failed collective and afterwards; whether the next loss is right."""
@@ -357,17 +357,17 @@ class Scenarios:
         ledger = ledger_of(model)
         loss = micro_step(model)
         refusals = []
-        for place in range(len(ledger.template)):
+        for place in range(len(ledger.expected_now)):
             ledger.begin(is_last=True)
             loss_under(Fault(place, kind="collective"), model)
-            assert ledger.issued == ledger.template[:place]
+            assert ledger.issued == ledger.expected_now[:place]
             refusals.append(refusal(ledger))
         ledger.begin(is_last=True)
         loss_under(Fault(0), model)
         next_refusal = refusal(ledger)
         return [refusals, next_refusal, micro_step(model) == loss]
 
-    def other_collectives_than_in_the_template(self) -> list[str]:
+    def other_collectives_than_expected(self) -> list[str]:
         """Why the rest is not replayed after too many micro-steps, and after layers in another order."""
         model = ShardedTrainee().model
         ledger = ledger_of(model)
@@ -378,20 +378,20 @@ class Scenarios:
         take_layers_in_turned_order(model)
         ledger.begin(is_last=True)
         loss_under(Fault(60), model)
-        assert 0 < len(ledger.issued) < len(ledger.template)
+        assert 0 < len(ledger.issued) < len(ledger.expected_now)
         return [*refusals, refusal(ledger)]
 
     def a_replayed_collective_fails(self) -> list[str]:
-        """The refusals if it has no memory for its buffer, and if it differs from the one in the template."""
+        """The refusals if it has no memory for its buffer, and if it differs from the expected one."""
         model = ShardedTrainee().model
         ledger = ledger_of(model)
         ledger.begin(is_last=True)
         with Fault(2, kind="all-gather allocation"):
             refusals = [refusal(ledger)]
         reset_after_failure(model)
-        first, *rest = ledger.template
+        first, *rest = ledger.expected_now
         changed = [first._replace(numel=first.numel + 1), *rest]
-        ledger.templates = changed, changed
+        ledger.expected = changed, changed
         ledger.begin(is_last=True)
         return [*refusals, refusal(ledger)]
 
@@ -417,7 +417,7 @@ def take_layers_in_turned_order(model: Any) -> None:
 
 def play_on_two(rank: int) -> dict[str, Any]:
     scenarios = Scenarios(rank)
-    names = [name for name in vars(Scenarios) if not name.startswith("_") and name != "rehearse"]
+    names = [name for name in vars(Scenarios) if not name.startswith("_") and name != "dry_run"]
     return {"models": play_models()} | {name: getattr(scenarios, name)() for name in names}
 
 
@@ -467,9 +467,9 @@ def test_after_a_collective_that_itself_failed_nothing_is_replayed(on_two: list[
         assert next_loss_right
 
 
-def test_after_other_collectives_than_in_the_template_nothing_is_replayed(on_two: list[dict[str, Any]]) -> None:
-    expected = "the issued collectives are not the first ones of the rehearsal"
-    assert [ranks["other_collectives_than_in_the_template"] for ranks in on_two] == [[expected] * 2] * 2
+def test_after_other_collectives_than_expected_nothing_is_replayed(on_two: list[dict[str, Any]]) -> None:
+    expected = "the issued collectives are not the first ones of the dry run"
+    assert [ranks["other_collectives_than_expected"] for ranks in on_two] == [[expected] * 2] * 2
 
 
 def test_a_collective_that_cannot_be_replayed_is_named(on_two: list[dict[str, Any]]) -> None:
@@ -477,15 +477,15 @@ def test_a_collective_that_cannot_be_replayed_is_named(on_two: list[dict[str, An
         no_memory, another = ranks["a_replayed_collective_fails"]
         assert "all-gather" in no_memory
         assert "failed: CUDA out of memory" in no_memory
-        assert another.endswith("all-gather was not issued as in the rehearsal")
+        assert another.endswith("all-gather was not issued as in the dry run")
 
 
-# ---- rehearsals
+# ---- trial_batches
 
 
-def test_a_rehearsal_gives_a_recovery_and_restores_all_state(on_two: list[dict[str, Any]]) -> None:
+def test_a_dry_run_gives_a_recovery_and_restores_all_state(on_two: list[dict[str, Any]]) -> None:
     for ranks in on_two:
-        assert [what for what, holds in ranks["a_rehearsal_restores_all_state"].items() if not holds] == []
+        assert [what for what, holds in ranks["a_dry_run_restores_all_state"].items() if not holds] == []
 
 
 @pytest.mark.parametrize(
@@ -515,14 +515,14 @@ def test_a_setting_that_the_first_micro_step_changes_for_good_does_not_prevent_r
     assert [ranks["with_a_setting_that_the_first_micro_step_changes_for_good"] for ranks in on_two] == ["recovery"] * 2
 
 
-def test_a_rehearsal_that_ran_out_of_memory_restores_fsdps_settings(on_two: list[dict[str, Any]]) -> None:
+def test_a_dry_run_that_ran_out_of_memory_restores_fsdps_settings(on_two: list[dict[str, Any]]) -> None:
     for ranks in on_two:
         outcome, settings, expected = ranks["with_a_setting_that_a_failed_micro_step_has_changed"]
         assert outcome == "out of memory"
         assert settings == expected
 
 
-def test_all_ranks_learn_of_a_rehearsal_that_ran_out_of_memory_on_one(on_two: list[dict[str, Any]]) -> None:
+def test_all_ranks_learn_of_a_dry_run_that_ran_out_of_memory_on_one(on_two: list[dict[str, Any]]) -> None:
     for ranks in on_two:
         outcomes, as_before, next_one = ranks["out_of_memory_on_one_rank"]
         assert outcomes == ["out of memory"] * 3
@@ -531,7 +531,7 @@ def test_all_ranks_learn_of_a_rehearsal_that_ran_out_of_memory_on_one(on_two: li
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_rehearsal_frees_what_micro_steps_left_outside_the_model(fails: bool) -> None:
+def test_a_dry_run_frees_what_micro_steps_left_outside_the_model(fails: bool) -> None:
     model = nn.Linear(WIDTH, 4)
     kept: list[torch.Tensor] = []
     watched: list[weakref.ref[torch.Tensor]] = []
@@ -543,5 +543,5 @@ def test_a_rehearsal_frees_what_micro_steps_left_outside_the_model(fails: bool) 
             raise torch.OutOfMemoryError("injected")
 
     with pytest.raises(NothingFitsError) if fails else nullcontext():
-        rehearsed(model, [step, step], release=kept.clear)
+        dry_run_of(model, [step, step], release=kept.clear)
     assert [reference() for reference in watched] == [None] * 2  # two tries, or two micro-steps of the first one

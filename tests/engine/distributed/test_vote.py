@@ -17,7 +17,7 @@ from benchmarks.support.ranks import run_on_ranks
 from tests.support.faults import FailsAt, ShardedTrainee, same_bits
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.snapshot import restore_on_exit
-from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
+from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.testing import out_of_memory
 
@@ -70,7 +70,7 @@ class Scenarios:
 
         with restore_on_exit(model, [optimizer]):
             try:
-                outcome = run_with_votes(work, self.consensus).name
+                outcome = run_or_abort_together(work, self.consensus).name
             except Exception as failure:
                 outcome = f"{type(failure).__name__}: {failure}"
         free_memory(CPU)
@@ -113,7 +113,7 @@ class Scenarios:
 
         consensus = Counting()
         with restore_on_exit(self.trainee.model, [self.trainee.optimizer]):
-            run_with_votes(self.trainee.step, consensus)
+            run_or_abort_together(self.trainee.step, consensus)
             # The profiler sees collectives inside operations, unlike any torch mode.
             with profile(activities=[ProfilerActivity.CPU]) as recorded:
                 self.trainee.step()
@@ -130,7 +130,7 @@ class Scenarios:
                 raise torch.OutOfMemoryError("before clipping")
             torch.nn.utils.clip_grad_norm_(trainee.model.parameters(), 1.0)
 
-        return run_with_votes(work, self.consensus).name
+        return run_or_abort_together(work, self.consensus).name
 
 
 def play(rank: int) -> dict[str, Any]:
@@ -212,9 +212,9 @@ def test_whichever_operation_fails_all_ranks_learn_of_it_and_continue() -> None:
 
 def test_without_peers_the_outcome_is_that_of_this_process() -> None:
     done: list[str] = []
-    assert run_with_votes(lambda: done.append("done"), Consensus()) is Outcome.DONE
+    assert run_or_abort_together(lambda: done.append("done"), Consensus()) is Outcome.DONE
     assert done == ["done"]
-    assert run_with_votes(out_of_memory, Consensus()) is Outcome.OUT_OF_MEMORY
+    assert run_or_abort_together(out_of_memory, Consensus()) is Outcome.OUT_OF_MEMORY
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
@@ -223,7 +223,7 @@ def test_without_peers_another_error_is_raised(error: type[BaseException]) -> No
         raise error
 
     with pytest.raises(error):
-        run_with_votes(fail, Consensus())
+        run_or_abort_together(fail, Consensus())
 
 
 def test_after_a_failure_nothing_refers_to_its_tensors() -> None:
@@ -234,7 +234,7 @@ def test_after_a_failure_nothing_refers_to_its_tensors() -> None:
         alive.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("injected")
 
-    assert run_with_votes(fail, Consensus()) is Outcome.OUT_OF_MEMORY
+    assert run_or_abort_together(fail, Consensus()) is Outcome.OUT_OF_MEMORY
     gc.collect()
     assert [reference() for reference in alive] == [None]
 
@@ -248,7 +248,7 @@ def test_out_of_memory_behind_an_error_of_a_context_that_could_not_close_is_out_
         finally:
             raise RuntimeError("INTERNAL ASSERT FAILED")
 
-    assert run_with_votes(work, Consensus()) is Outcome.OUT_OF_MEMORY
+    assert run_or_abort_together(work, Consensus()) is Outcome.OUT_OF_MEMORY
 
 
 def test_an_error_that_the_caller_is_handling_is_no_reason() -> None:
@@ -261,5 +261,5 @@ def test_an_error_that_the_caller_is_handling_is_no_reason() -> None:
         out_of_memory()
     except torch.OutOfMemoryError:
         with pytest.raises(ValueError, match="a bug"):
-            run_with_votes(fail, Consensus())
-        assert run_with_votes(out_of_memory, Consensus()) is Outcome.OUT_OF_MEMORY
+            run_or_abort_together(fail, Consensus())
+        assert run_or_abort_together(out_of_memory, Consensus()) is Outcome.OUT_OF_MEMORY

@@ -290,10 +290,10 @@ def test_what_cannot_work_is_refused_by_name_on_every_rank() -> None:
 
 
 def _used_twice(rank: int) -> str:
-    """The error if a micro-step uses a parameter more often than in the rehearsal."""
+    """The error if a micro-step uses a parameter more often than in the dry run."""
     training = Training(Variant())
     step = training.recoverable(ROWS)
-    step.rehearse(torch.ones(ROWS, 3, WIDTH))
+    step.dry_run(torch.ones(ROWS, 3, WIDTH))
     training.variant = Variant(passes=2)
     with pytest.raises(RuntimeError) as raised:
         step(torch.ones(ROWS, 3, WIDTH))
@@ -314,7 +314,7 @@ def _used_twice_at_times(rank: int) -> bool:
         return training.micro_step(rows)
 
     step = RecoverableStep(training.ddp, micro_step, micro_batch_size=LARGE)
-    step.rehearse(training._rows(0))
+    step.dry_run(training._rows(0))
     for number, rows in enumerate((1, LARGE, 1, LARGE)):
         step(training._rows(number)[:rows])
         training._update()
@@ -329,7 +329,7 @@ def _used_twice_at_times(rank: int) -> bool:
     return same_bits(training._state(), plain._state())
 
 
-def test_how_often_a_gradient_grows_may_change_if_it_did_so_in_the_rehearsal() -> None:
+def test_how_often_a_gradient_grows_may_change_if_it_did_so_in_the_dry_run() -> None:
     assert run_on_ranks(_used_twice_at_times, 2) == [True, True]
 
 

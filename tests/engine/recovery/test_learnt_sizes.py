@@ -68,7 +68,7 @@ class Ragged:
     def train(self, *lengths: int) -> list[torch.Tensor]:
         """Run a step. Returns this rank's gradients."""
         if not self.step.recovers:
-            self.step.rehearse(rows_of(3, 4))
+            self.step.dry_run(rows_of(3, 4))
         self.seen.clear()
         torch.manual_seed(1)
         self.step(rows_of(*lengths))
@@ -188,7 +188,7 @@ def test_without_integers_the_size_is_the_number_of_samples() -> None:
     step = RecoverableStep(model, micro_step, micro_batch_size=4, on_event=events.append)
     step.sizes.fitted(1)
     step.backoff.fitted(4)
-    step.rehearse(torch.ones(4, 4))
+    step.dry_run(torch.ones(4, 4))
     wrap_micro_steps(step, partial(under, {0: Fault(0)}))
     step(torch.ones(4, 4))
     assert str(events[0]).startswith("micro-batches of 4 samples or more are cut from now on")

@@ -93,7 +93,7 @@ def test_the_sums_of_a_step_are_those_of_its_micro_steps() -> None:
     loss_sum, num_samples = toy.step(SAMPLES)
     assert num_samples == 8
     assert loss_sum.shape == ()
-    assert toy.sizes[3:] == [3, 3, 2]  # after a rehearsal
+    assert toy.sizes[3:] == [3, 3, 2]  # after a dry run
     assert toy.step.recovers
     assert toy.events == []
 
@@ -292,12 +292,12 @@ def test_a_bad_limit_is_refused(limit: str, sentence: str) -> None:
         Toy(4, memory_limit=limit)
 
 
-def test_the_optimizers_state_is_there_after_the_rehearsal() -> None:
+def test_the_optimizers_state_is_there_after_the_dry_run() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=2, optimizer=optimizer)
     before = [parameter.clone() for parameter in model.parameters()]
-    step.rehearse(SAMPLES)
+    step.dry_run(SAMPLES)
     assert len(optimizer.state) == 2
     assert same_bits(before, [parameter.detach() for parameter in model.parameters()])
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -342,7 +342,7 @@ class _NotesLargeCopies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-def test_a_rehearsal_copies_no_large_buffer_on_the_device_and_restores_it(is_written: bool) -> None:
+def test_a_dry_run_copies_no_large_buffer_on_the_device_and_restores_it(is_written: bool) -> None:
     """Such as the quantized weights of a model that trains adapters."""
     weights = torch.arange(2**19, dtype=torch.int32)
     expected = weights.clone()
@@ -356,7 +356,7 @@ def test_a_rehearsal_copies_no_large_buffer_on_the_device_and_restores_it(is_wri
 
     step = RecoverableStep(model, micro_step, micro_batch_size=4)
     with _NotesLargeCopies() as notes:
-        step.rehearse(SAMPLES)
+        step.dry_run(SAMPLES)
     assert notes.made == []
     assert torch.equal(weights, expected)
 
@@ -374,7 +374,7 @@ def test_where_one_micro_step_fits_a_second_one_beside_its_gradients_need_not(li
         assert [one.grad is not None and one.grad.unique().item() for one in model.parameters()] == [4.0]
 
 
-@pytest.mark.parametrize("call", ["rehearse", "__call__"])
+@pytest.mark.parametrize("call", ["dry_run", "__call__"])
 def test_a_closed_step_is_refused(call: str) -> None:
     toy = Toy(4)
     toy.step.close()
@@ -488,7 +488,7 @@ def test_a_step_that_fits_nowhere_leaves_buffers_as_they_were() -> None:
     model = _Averaging()
     model.norm.eval()
     step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=1)
-    step.rehearse(SAMPLES)
+    step.dry_run(SAMPLES)
     wrap_micro_steps(step, lambda number, run: (run(), out_of_memory()))
     with pytest.raises(NothingFitsError):
         step(SAMPLES)
@@ -500,10 +500,10 @@ def test_after_layers_were_unfrozen_the_step_is_rehearsed_again() -> None:
     toy.model[0].requires_grad_(False)
     toy.gradients()
     assert len(toy.gradients()) == 2
-    rehearsed = len(toy.sizes)
+    tried = len(toy.sizes)
     toy.model[0].requires_grad_(True)
     assert len(toy.gradients()) == 4
-    assert toy.sizes[rehearsed:] == [1, 1, 2, 4, 4]
+    assert toy.sizes[tried:] == [1, 1, 2, 4, 4]
 
 
 # ---- two ranks
@@ -652,7 +652,7 @@ def _faults_in_a_chunked_loss(rank: int) -> tuple[int, list[int]]:
     model, slices = _Chunked(), Slices(2)
     step = RecoverableStep(model, model.micro_step, micro_batch_size=slices)
     samples = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(rank))
-    step.rehearse(samples)
+    step.dry_run(samples)
 
     def gradients(size: int, fault: Fault, number: int = 0) -> list[torch.Tensor]:
         slices.size = size
@@ -757,7 +757,7 @@ def _trainers_of_a_larger_program(rank: int) -> dict[str, Any]:
 
     def gradients(size: int, fault: Fault) -> list[torch.Tensor]:
         step = RecoverableStep(model, micro_step, micro_batch_size=size)
-        step.rehearse(SAMPLES)
+        step.dry_run(SAMPLES)
         wrap_micro_steps(step, partial(under, {1: fault}))
         assert step(SAMPLES + rank) == 8
         found = [parameter.grad.to_local() for parameter in model.parameters()]

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from benchmarks.support.ranks import DEVICE, run_on_ranks
 from tests.support.recovery_trials import CPU, ROWS, Case, Tally, Trials, every
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.distributed.ledger import CollectiveInDoubtError, Ledger
+from torchtune_adaptive.engine.distributed.ledger import CollectiveStateUnknownError, Ledger
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import Attempt, MemoryPressure, Recovery
-from torchtune_adaptive.engine.recovery.rehearsal import rehearse
+from torchtune_adaptive.engine.recovery.dry_run import dry_run
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.testing import Fault
 
@@ -108,7 +108,7 @@ def _without_parts(rank: int) -> dict[str, Any]:
 def _hangs(place: int) -> bool:
     """Whether this rank hangs waiting for rank 0, which has failed and issues no more collectives."""
     trials = Trials(Case(timeout_s=2.0))
-    assert trials.recovery  # after the rehearsal, so that only the step below may time out
+    assert trials.recovery  # after the dry run, so that only the step below may time out
     with mock.patch.object(Ledger, "replay_rest"):
         try:
             trials.attempt(trials.windows[0], ROWS, {0: Fault(place, ranks=[0])})
@@ -119,7 +119,7 @@ def _hangs(place: int) -> bool:
 
 
 def _drifted(rank: int) -> list[str]:
-    """A model whose collectives change after the rehearsal, and then an error at the same place on both ranks."""
+    """A model whose collectives change after the dry run, and then an error at the same place on both ranks."""
     trials = Trials(Case())
     assert trials.recovery
     trials.model.set_reshard_after_forward(False)
@@ -129,7 +129,7 @@ def _drifted(rank: int) -> list[str]:
             trials.attempt(trials.windows[0], ROWS, {})
         try:
             trials.attempt(trials.windows[0], ROWS, {0: Fault(5)})
-        except CollectiveInDoubtError as error:
+        except CollectiveStateUnknownError as error:
             logged.append(str(error))
     return logged
 
@@ -161,11 +161,11 @@ def test_reset_iter_state_alone_is_not_enough(
 def test_a_change_of_collectives_is_logged_once_and_an_error_then_ends_the_run() -> None:
     for warning, error in run_on_ranks(_drifted, 2):
         assert warning == (
-            "Micro-steps no longer issue the collectives of the rehearsal:"
+            "Micro-steps no longer issue the collectives of the dry run:"
             " from now on an out-of-memory error ends the run. A likely cause is gradient accumulation by"
             ' `set_requires_gradient_sync(False)`: leave it on, and pass `reduce="last"`.'
         )
-        assert "micro-steps no longer issue the collectives of the rehearsal" in error
+        assert "micro-steps no longer issue the collectives of the dry run" in error
         assert "a fault on purpose" in error
 
 
@@ -191,7 +191,7 @@ def _fails_after_an_all_reduce(trials: Trials) -> str:
         raise torch.OutOfMemoryError("within the all-reduce")
 
     micro_steps, recovery = [partial(trials.micro_step, trials.windows[0][0])], trials.recovery
-    with mock.patch.object(dist, "all_reduce", failing), pytest.raises(CollectiveInDoubtError) as raised:
+    with mock.patch.object(dist, "all_reduce", failing), pytest.raises(CollectiveStateUnknownError) as raised:
         recovery.attempt(micro_steps, is_thrashing=lambda: False)
     return str(raised.value)
 
@@ -275,7 +275,7 @@ def test_four_ranks_recover_at_many_operations(case: Case) -> None:
 def _alone(model: nn.Module, consensus: Consensus | None = None) -> Recovery:
     micro_steps = [lambda rows=rows: model(torch.ones(rows, 4)).sum().backward() for rows in (1, 2)]
     watch = PressureWatch(consensus or Consensus(), None, Phases([], None))
-    return rehearse([micro_steps], model=model, device=CPU, watch=watch).recovery
+    return dry_run([micro_steps], model=model, device=CPU, watch=watch).recovery
 
 
 def _fail(error: Exception) -> Any:
@@ -301,6 +301,6 @@ def test_ranks_exchange_once_or_twice_in_a_step(is_even: bool, micro_steps: int,
 
 def test_out_of_memory_in_the_collective_library_is_named_and_ends_the_run() -> None:
     error = RuntimeError("NCCL error in: ProcessGroupNCCL.cpp, Cuda failure 2 'out of memory'")
-    with pytest.raises(CollectiveInDoubtError, match="out of memory inside a collective") as raised:
+    with pytest.raises(CollectiveStateUnknownError, match="out of memory inside a collective") as raised:
         _alone(nn.Linear(4, 4)).attempt([_fail(error)], is_thrashing=lambda: False)
     assert "Cuda failure 2" in str(raised.value)

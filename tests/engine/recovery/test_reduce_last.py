@@ -99,7 +99,7 @@ def test_it_equals_plain_accumulation_bit_for_bit_with_faults_and_without() -> N
 
 
 def _collectives(rank: int) -> tuple[list[set[str]], list[bool]]:
-    """The kinds of collectives in both templates, and whether FSDP2's settings are as before after steps.
+    """The kinds of collectives in both expected, and whether FSDP2's settings are as before after steps.
 
     Of these the second ends with an error in its first micro-step.
     """
@@ -115,7 +115,7 @@ def _collectives(rank: int) -> tuple[list[set[str]], list[bool]]:
         step(training.rows(0))
     are_as_before.append(fsdp_settings(training.model) == before)
     recovery: Any = step._recovery
-    return [{one.kind for one in template} for template in recovery._ledger.templates], are_as_before
+    return [{one.kind for one in expected} for expected in recovery._ledger.expected], are_as_before
 
 
 def _fail(number: int, run: Callable[[], Any]) -> Any:
@@ -133,7 +133,7 @@ def _uneven(rank: int) -> tuple[str, bool]:
     """The error if ranks have different numbers of micro-steps, and whether training continues as if it was not."""
     training = Training()
     step = training.recoverable()
-    step.rehearse(training.rows(0))
+    step.dry_run(training.rows(0))
     with pytest.raises(InputError) as raised:
         step(training.rows(0)[: 4 + 4 * rank])
     step(training.rows(0))

@@ -74,12 +74,12 @@ def _trials(rank: int, ranks: int, stride: int) -> dict[str, Any]:
     micro_step = partial(_micro_step, model)
     refused = ""
     try:
-        RecoverableStep(model, micro_step, micro_batch_size=4).rehearse(torch.zeros(4, 6, dtype=torch.long))
+        RecoverableStep(model, micro_step, micro_batch_size=4).dry_run(torch.zeros(4, 6, dtype=torch.long))
     except CannotRecoverError as error:
         refused = str(error)
     step = RecoverableStep(model, micro_step, micro_batch_size=4, padded_rows=_padded_rows)
     samples = torch.arange(8 * 7).reshape(8, 7) % VOCABULARY
-    step.rehearse(samples[:, :4])
+    step.dry_run(samples[:, :4])
     counting = Fault(None)
     for _ in range(2):  # the first step also derives shardings
         counting = Fault(None)

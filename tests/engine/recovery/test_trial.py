@@ -109,7 +109,7 @@ def in_bf16(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 )
 def test_a_sum_over_samples_may_be_cut(loss: Loss, layers: tuple[nn.Module, ...]) -> None:
     step = step_of(net(*layers), loss)
-    step.rehearse(ROWS)
+    step.dry_run(ROWS)
     assert step.recovers
     assert not step._trials_left
 
@@ -120,7 +120,7 @@ def test_modes_and_random_states_are_as_before() -> None:
 
     model = net(nn.Dropout(0.5))
     modes, states = [one.training for one in model.modules()], (torch.get_rng_state(), random.getstate())
-    step_of(model, loss).rehearse(ROWS)
+    step_of(model, loss).dry_run(ROWS)
     assert [one.training for one in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
@@ -134,7 +134,7 @@ def test_the_first_two_samples_that_count_are_compared() -> None:
         return (model(rows).square().sum(1) * counts).sum() / counts.sum()
 
     with pytest.raises(CannotCutError, match="the loss is a mean over the samples"):
-        step_of(net(), loss).rehearse(ROWS)
+        step_of(net(), loss).dry_run(ROWS)
 
 
 def test_a_step_in_which_no_two_samples_count_leaves_the_trial_to_the_next_step() -> None:
@@ -197,7 +197,7 @@ def test_samples_that_are_mixed_are_not_cut(name: str) -> None:
     before, modes = [one.clone() for one in model.state_dict().values()], [one.training for one in model.modules()]
     step = step_of(model, loss, optimizer=optimizer)
     sentence = "must not be cut into micro-batches: .*" + sentence
-    for run in (step.rehearse, step):
+    for run in (step.dry_run, step):
         with pytest.raises(CannotCutError, match=sentence):
             run(ROWS)
     assert same_bits(before, list(model.state_dict().values()))
@@ -267,7 +267,7 @@ def test_dropout_in_compiled_code_is_not_taken_for_mixed_samples() -> None:
     model = net(nn.Dropout(0.5))
     model.compile(backend="aot_eager")
     step = step_of(model, total_loss)
-    step.rehearse(ROWS)
+    step.dry_run(ROWS)
     assert step.recovers
 
 
@@ -278,7 +278,7 @@ def test_parameters_that_change_unseen_are_noticed() -> None:
         return total_loss(model, rows)
 
     with pytest.raises(InputError, match=r"but `0\.weight` was changed: load the model again"):
-        step_of(net(), loss, micro_batch_size=1).rehearse(ROWS)
+        step_of(net(), loss, micro_batch_size=1).dry_run(ROWS)
 
 
 # ---- what must not happen in a micro-step
@@ -397,7 +397,7 @@ def test_hooks_that_keep_gradients_and_parameters_without_gradients_are_no_harm(
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
     step = step_of(model, lambda model, rows: model[:3](rows).square().sum())
-    step.rehearse(ROWS)
+    step.dry_run(ROWS)
     assert step.recovers
     assert set(seen) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
@@ -414,7 +414,7 @@ def test_a_parametrization_that_comes_and_goes_is_no_harm() -> None:
             parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
 
     step = step_of(model, loss)
-    step.rehearse(ROWS)
+    step.dry_run(ROWS)
     assert step.recovers
 
 
@@ -429,9 +429,9 @@ def test_gradients_may_be_sparse_or_complex(kind: str) -> None:
         return values.abs().square().sum()
 
     samples = torch.arange(12).reshape(4, 3) % 7
-    step_of(table, loss).rehearse(samples)
+    step_of(table, loss).dry_run(samples)
     with pytest.raises(CannotCutError, match="a mean over the samples"):
-        step_of(table, lambda model, rows: loss(model, rows) / len(rows)).rehearse(samples)
+        step_of(table, lambda model, rows: loss(model, rows) / len(rows)).dry_run(samples)
 
 
 # ---- batches that are changed in place
@@ -470,7 +470,7 @@ def test_a_batch_that_is_changed_in_place_is_given_as_a_copy(
     for part in (slice(0, 4), slice(4, 8)):
         loss(own, samples()[part]).backward()
     step = step_of(model, loss, on_event=lambda event: None)
-    step.rehearse(given)
+    step.dry_run(given)
     wrap_micro_steps(step, lambda number, run: (run(), fails and number == 1 and out_of_memory())[0])
     step(given)
     assert step.retries == fails
@@ -493,7 +493,7 @@ def test_a_change_that_the_trial_has_not_seen_is_never_run_again() -> None:
         return total_loss(model, rows.mul_(2) if is_on else rows)
 
     step = step_of(net(), loss)
-    step.rehearse(ROWS)
+    step.dry_run(ROWS)
     is_on = True
     wrap_micro_steps(step, lambda number, run: (run(), number == 1 and out_of_memory())[0])
     with pytest.raises(InputError, match="`micro_step` must not change its micro-batch in place only in some steps"):
@@ -563,7 +563,7 @@ def _verdicts(rank: int) -> dict[str, str]:
             step = step_of(model, loss, **options)
             rows = ROWS[rank : rank + 8 - 4 * rank]  # the second rank has fewer
             try:
-                step.rehearse(rows)
+                step.dry_run(rows)
                 found[f"{name}, {case}"] = "not tried" if step._trials_left else "recovers"
             except CannotRecoverError as error:
                 found[f"{name}, {case}"] = str(error)
@@ -572,7 +572,7 @@ def _verdicts(rank: int) -> dict[str, str]:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
     try:
-        step_of(model, total_loss).rehearse(ROWS)
+        step_of(model, total_loss).dry_run(ROWS)
     except CannotRecoverError as error:
         found["hook"] = str(error)
     dist.barrier()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.plans import GIB, cfg_of, peaks, planned, some_plan, step_of, tables
 from torchtune_adaptive.plan.decide import Plan, PlannedChange
-from torchtune_adaptive.plan.host import CUDA_PROCESS_BYTES, PROCESS_BYTES, HostFigures, HostPlan, pinned_bytes
+from torchtune_adaptive.plan.host_memory import CUDA_PROCESS_BYTES, PROCESS_BYTES, HostFigures, HostPlan, pinned_bytes
 from torchtune_adaptive.plan.show.text import change_text, plan_text, verdict
 
 

@@ -17,7 +17,7 @@ from benchmarks.support.ranks import run_on_ranks
 from tests.support.toys import without_torchvision
 from torchtune_adaptive.engine.memory.timeline import Timeline
 from torchtune_adaptive.errors import InputError, TracingError
-from torchtune_adaptive.plan.host import HostFigures
+from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.trace import client, worker
 from torchtune_adaptive.plan.trace.fake_tensors import start_fake_process_group
 from torchtune_adaptive.plan.trace.few_layers import layers_limited_to

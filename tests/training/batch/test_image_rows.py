@@ -114,7 +114,7 @@ def test_rows_are_stretched_and_shortened_with_their_masks(rows: Rows) -> None:
         whole = max(1, len(row["encoder_input"]["images"]))
         assert shapes(COLLATE([kind.stretched(row, 90)]))[:3] == (1, 90, whole)
         assert shapes(COLLATE([kind.shortened(row, 16)])) == (1, 16, 1, 1)
-        silent = kind.silent(row)
+        silent = kind.masked(row)
         assert shapes(COLLATE([silent])) == (1, 16, 1, 1)
         assert set(silent["labels"]) == {CROSS_ENTROPY_IGNORE_IDX}
     assert [[len(row["tokens"]) for row in batch] for batch in kind.small_batches(rows, 4)] == [[16], [24, 24]]

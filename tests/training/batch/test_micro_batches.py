@@ -150,14 +150,14 @@ def test_a_step_is_measured_if_some_rank_has_two_rows(share: int, measured: bool
     assert [one.is_small for one in cut] == ([True, False] if measured else [False])
 
 
-# ---- rehearsals
+# ---- trial_batches
 
 
 @pytest.mark.parametrize(
     ("limit", "sizes"), [(RowLimit(8), [[1, 2], [1, 1]]), (TokenLimit(8), [[1, 2], [1, 1]]), (RowLimit(1), [[1, 1]])]
 )
 def test_rehearsals_have_two_rows_and_then_one_within_the_limit(limit: MicroBatchLimit, sizes: list[list[int]]) -> None:
-    found = list(batcher(limit).rehearsals(rows_of(40, 40, 40)))
+    found = list(batcher(limit).trial_batches(rows_of(40, 40, 40)))
     assert [[len(one.rows) for one in micro_batches] for micro_batches in found] == sizes
     assert all(len({len(one.rows[0]["tokens"]) for one in micro_batches}) == 2 for micro_batches in found)  # shapes
 

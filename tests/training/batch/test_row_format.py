@@ -127,14 +127,14 @@ def test_a_stretched_row_repeats_its_row_up_to_its_length(tokens: list[int], len
 
 def test_a_silent_row_has_a_few_tokens_of_which_none_counts_and_its_source_is_unchanged() -> None:
     row = {"tokens": list(range(40)), "labels": list(range(40)), "mask": [False] * 40}
-    assert ROWS.silent(row) == {"tokens": list(range(16)), "labels": [-100] * 16, "mask": [False] * 16}
+    assert ROWS.masked(row) == {"tokens": list(range(16)), "labels": [-100] * 16, "mask": [False] * 16}
     assert row["labels"] == list(range(40))
-    assert TokenRows(-7).silent({"tokens": [1, 2], "labels": [1, 2]}) == {"tokens": [1, 2], "labels": [-7, -7]}
+    assert TokenRows(-7).masked({"tokens": [1, 2], "labels": [1, 2]}) == {"tokens": [1, 2], "labels": [-7, -7]}
 
 
 def test_a_silent_pack_keeps_its_length() -> None:
     pack = dict(packs_of(64)[0])
-    silent = ROWS.silent(pack)
+    silent = ROWS.masked(pack)
     assert padded_collate_packed([silent])["labels"].tolist() == [[-100] * 64]
     assert silent["tokens"] is pack["tokens"]
     assert silent["labels"].dtype == pack["labels"].dtype
@@ -210,7 +210,7 @@ def test_a_stretched_pair_has_two_answers_of_that_length_that_count(length: int)
 
 
 def test_a_silent_pair_has_no_label() -> None:
-    row = PAIRS.silent(pair(9, 3))
+    row = PAIRS.masked(pair(9, 3))
     assert set(row["chosen_labels"] + row["rejected_labels"]) == {-100}
     assert len(row["chosen_labels"]) == len(row["chosen_input_ids"]) == 9
 

@@ -373,7 +373,7 @@ def save_and_prune(folder: CheckpointFolder) -> None:
     folder.prune(2)
 
 
-OWNERS: dict[str, Any] = {"fsync": os, "rename": Path, "mkdir": Path, "write_whole": folder_module}
+OWNERS: dict[str, Any] = {"fsync": os, "rename": Path, "mkdir": Path, "write_atomically": folder_module}
 ONCE_OR_ON = pytest.mark.parametrize("stays_full", [False, True], ids=["once", "from then on"])
 
 

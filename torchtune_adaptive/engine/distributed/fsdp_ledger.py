@@ -31,7 +31,7 @@ class FsdpLedger(Ledger):
         self._communicators = communicators(model)
         if any(isinstance(found.all_gather, RecordedAllGather) for found in self._communicators):
             raise CannotRecordError("another `RecoverableStep` of this model has not been closed")
-        self.can_note = all(found.replicate_group is None for found in self._communicators)
+        self.can_record_dry = all(found.replicate_group is None for found in self._communicators)
         for index, found in enumerate(self._communicators):
             replicated = found.replicate_group is not None
             reduce_scatter = RecordedReduceScatter(self, index, found.reduce_scatter, all_reduce_follows=replicated)
@@ -103,7 +103,7 @@ class RecordedAllGather(_Recorded, AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         collective = Collective("all-gather", self._index, input_tensor.numel(), output_tensor.dtype, group)
-        if self._ledger.notes(collective):
+        if self._ledger.is_dry(collective):
             output_tensor.zero_()
             return None
         self._ledger.issuing()
@@ -124,7 +124,7 @@ class RecordedReduceScatter(_Recorded, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         collective = Collective("reduce-scatter", self._index, output_tensor.numel(), output_tensor.dtype, group, op)
-        if self._ledger.notes(collective):
+        if self._ledger.is_dry(collective):
             output_tensor.zero_()
             return None
         self._ledger.issuing()

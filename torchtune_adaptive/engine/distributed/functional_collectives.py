@@ -78,7 +78,7 @@ class RecordFunctional(OperationMode):
         return result
 
 
-class NoteFunctional(OperationMode):
+class DryRecordFunctional(OperationMode):
     """Calls ``note`` with each functional collective instead of issuing it. The results are zeros."""
 
     def __init__(self, note: Callable[[FunctionalCollective], object]) -> None:

@@ -1,7 +1,7 @@
 """Record the collectives of a micro-step, and replay those that a failed rank has not issued.
 
 When one rank fails, its peers wait for it in their next collective. The ledger knows the collectives of a whole
-micro-step (the template) and those that the rank has already issued, so the rank can issue the rest without
+micro-step (the expected ones) and those that the rank has already issued, so the rank can issue the rest without
 computing. All ranks then issue the same sequence. Recording adds a list entry per collective; it neither
 communicates nor waits for the device.
 """
@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.functional_collectives import (
+    DryRecordFunctional,
     FunctionalCollective,
     IssuedCounts,
-    NoteFunctional,
     groups_of,
 )
 
 
-class CollectiveInDoubtError(RuntimeError):
+class CollectiveStateUnknownError(RuntimeError):
     """It is unknown which collectives this rank has issued. The run must end, or collectives would be mismatched."""
 
 
@@ -51,22 +51,22 @@ class Ledger(ABC):
     """Records the collectives of one micro-step at a time, and replays the rest of it.
 
     Collectives that the model issues itself are only counted, by torch. Their sizes depend on the batch: after a
-    failure, the rank works them out alone, in a micro-step of few rows (``noting``).
+    failure, the rank works them out alone, in a micro-step of few rows (``dry_recording``).
     Attributes:
-        templates: the collectives of a whole micro-step, which must be the same on every rank and for every batch.
+        expected: the collectives of a whole micro-step, which must be the same on every rank and for every batch.
             First those of a micro-step that is not the last one of its optimizer step, then those of the last one.
         counts: counts the collectives that the model issues itself.
         has_unused: whether a trained parameter had no gradient on this rank in the last step, but zeros were reduced.
     """
 
     has_unused = False
-    can_note = False  # whether ``noting`` works
+    can_record_dry = False  # whether ``dry_recording`` works
 
     def __init__(self, device: torch.device, *, reduces_once: bool) -> None:
         """With gradients reduced in the last micro-step of an optimizer step only, or in each one."""
         self.reduces_once = reduces_once
         self._device = device
-        self.templates: tuple[list[AnyCollective], list[AnyCollective]] = ([], [])
+        self.expected: tuple[list[AnyCollective], list[AnyCollective]] = ([], [])
         self.is_last = True
         self.counts = IssuedCounts()
         self._issued: list[AnyCollective] = []
@@ -92,16 +92,16 @@ class Ledger(ABC):
         """Set gradients to None that no rank has computed. A collective; only if ``has_unused`` on some rank."""
 
     @contextmanager
-    def noting(self) -> Iterator[list[AnyCollective]]:
+    def dry_recording(self) -> Iterator[list[AnyCollective]]:
         """Context of a micro-step without communication. Yields a list of the collectives that it would issue."""
         self._noted = noted = []
         try:
-            with NoteFunctional(noted.append), self.running():
+            with DryRecordFunctional(noted.append), self.running():
                 yield noted
         finally:
             self._noted = None
 
-    def notes(self, collective: Collective) -> bool:
+    def is_dry(self, collective: Collective) -> bool:
         """Whether ``collective`` must not be issued, because it is only noted."""
         if self._noted is None:
             return False
@@ -114,14 +114,14 @@ class Ledger(ABC):
         return list(self._issued)
 
     @property
-    def template(self) -> list[AnyCollective]:
+    def expected_now(self) -> list[AnyCollective]:
         """The collectives of the present micro-step, if nothing fails."""
-        return self.templates[self.is_last]
+        return self.expected[self.is_last]
 
     @property
     def agrees(self) -> bool:
-        """Whether the collectives since ``begin`` are equal to the template."""
-        return self._issued == self.template
+        """Whether the collectives since ``begin`` are the expected ones."""
+        return self._issued == self.expected_now
 
     def begin(self, *, is_last: bool) -> None:
         """Start recording a new micro-step, which may be the last one of its optimizer step."""
@@ -144,19 +144,19 @@ class Ledger(ABC):
 
         The peers' gradients must be thrown away. Call ``reset_after_failure`` on the model first.
         Args:
-            whole: all collectives of the micro-step, in order. None: the template, as no others are issued.
+            whole: all collectives of the micro-step, in order. None: the expected ones, as no others are issued.
         Raises:
-            CollectiveInDoubtError: the last collective failed while it was issued, the issued collectives are not the
+            CollectiveStateUnknownError: the last collective failed while it was issued, the issued ones are not the
                 first ones of the micro-step, or a replayed one failed.
         """
         if self._in_doubt:
-            raise CollectiveInDoubtError("a collective itself failed, so that it is unknown whether it was issued")
-        whole = self.template if whole is None else whole
+            raise CollectiveStateUnknownError("a collective itself failed, so that it is unknown whether it was issued")
+        whole = self.expected_now if whole is None else whole
         counts = self.counts.since_start()
         done = len(self._issued) + counts.total()
         recorded = [one for one in whole[:done] if isinstance(one, Collective)]
         if recorded != self._issued or counts != Counter(groups_of(whole[:done])):
-            raise CollectiveInDoubtError("the issued collectives are not the first ones of the rehearsal")
+            raise CollectiveStateUnknownError("the issued collectives are not the first ones of the dry run")
         for collective in whole[done:]:
             try:
                 if isinstance(collective, FunctionalCollective):
@@ -164,8 +164,8 @@ class Ledger(ABC):
                 else:
                     self._replay(collective)
             except Exception as error:
-                raise CollectiveInDoubtError(
+                raise CollectiveStateUnknownError(
                     f"issuing this rank's {collective.kind} without computing failed: {error}"
                 ) from error
             if isinstance(collective, Collective) and self._issued[-1:] != [collective]:
-                raise CollectiveInDoubtError(f"this rank's {collective.kind} was not issued as in the rehearsal")
+                raise CollectiveStateUnknownError(f"this rank's {collective.kind} was not issued as in the dry run")

@@ -56,7 +56,7 @@ def _why_stopped(error: BaseException, handled: BaseException | None) -> tuple[O
     return None
 
 
-def run_with_votes(work: Callable[[], object], consensus: Consensus) -> Outcome:
+def run_or_abort_together(work: Callable[[], object], consensus: Consensus) -> Outcome:
     """Run ``work`` with a vote before each collective, and return the same outcome on all ranks.
 
     A collective: all ranks must call it, and their work must issue the same collectives in the same order. This

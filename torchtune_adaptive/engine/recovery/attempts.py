@@ -24,7 +24,7 @@ from torchtune_adaptive.engine.distributed.fsdp_state import (
     reset_after_failure,
 )
 from torchtune_adaptive.engine.distributed.functional_collectives import wait_for_unused_results
-from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CollectiveInDoubtError, Ledger
+from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CollectiveStateUnknownError, Ledger
 from torchtune_adaptive.engine.distributed.snapshot import BufferPlace, KeptBuffers, RandomStates
 from torchtune_adaptive.engine.memory.out_of_memory import (
     comes_from_out_of_memory,
@@ -76,7 +76,7 @@ class Recovery:
     """Runs the micro-steps of one model on one rank, and keeps collectives aligned after an out-of-memory error.
 
     Args:
-        ledger: attached to ``model``, with its templates set.
+        ledger: attached to ``model``, with its expected set.
         buffers: those that a micro-step may change. ``start_step`` saves them.
         release: releases memory that an aborted micro-step holds outside ``model``.
     """
@@ -129,7 +129,7 @@ class Recovery:
                 numbers: before the first micro-step if only the last one reduces gradients; else after it, with a
                 second collective if a rank has several.
         Raises:
-            CollectiveInDoubtError: this rank cannot issue the same collectives as its peers. It must exit, and the
+            CollectiveStateUnknownError: this rank cannot issue the same collectives as its peers. It must exit, and the
                 launcher then ends the others.
             InputError: some rank has fewer micro-steps than another, or none has any. Raised on every rank.
         """
@@ -163,7 +163,7 @@ class Recovery:
             elif self._is_in_step and not self._ledger.agrees:
                 self._is_in_step = False
                 log.warning(
-                    "Micro-steps no longer issue the collectives of the rehearsal:"
+                    "Micro-steps no longer issue the collectives of the dry run:"
                     " from now on an out-of-memory error ends the run. A likely cause is gradient accumulation by"
                     ' `set_requires_gradient_sync(False)`: leave it on, and pass `reduce="last"`.'
                 )
@@ -213,7 +213,7 @@ class Recovery:
             attempt.num_done += 1
         except Exception as error:
             if is_out_of_memory_in_collective(error, handled=handled):
-                raise CollectiveInDoubtError(
+                raise CollectiveStateUnknownError(
                     f"out of memory inside a collective, so that it is unknown whether it was issued: {error}"
                 ) from error
             if not comes_from_out_of_memory(error, handled=handled):
@@ -239,27 +239,27 @@ class Recovery:
         try:
             self._clean()
         except Exception as failure:
-            raise CollectiveInDoubtError(f"this rank could not clean up: {failure}; {error}") from failure
+            raise CollectiveStateUnknownError(f"this rank could not clean up: {failure}; {error}") from failure
 
     def _replay_rest(self, error: str, micro_step: Callable[[], object] | None = None) -> None:
         """Issue the rest of the collectives of ``micro_step``; None: of one that this rank does not have."""
         if not self._is_in_step:
-            raise CollectiveInDoubtError(f"micro-steps no longer issue the collectives of the rehearsal; {error}")
+            raise CollectiveStateUnknownError(f"micro-steps no longer issue the collectives of the dry run; {error}")
         try:
             self._ledger.replay_rest(self._work_out(micro_step) if self._ledger.counts else None)
-        except CollectiveInDoubtError as doubt:
-            raise CollectiveInDoubtError(
+        except CollectiveStateUnknownError as doubt:
+            raise CollectiveStateUnknownError(
                 f"this rank cannot issue the collectives that the others wait for: {doubt}; {error}"
             ) from doubt
 
     def _work_out(self, micro_step: Callable[[], object] | None) -> list[AnyCollective]:
         """The collectives of ``micro_step``, among which are some that the model issues itself."""
         if micro_step is None:
-            raise CollectiveInDoubtError("the sizes of its collectives are not known")
+            raise CollectiveStateUnknownError("the sizes of its collectives are not known")
         try:
             found = collectives_of(micro_step, self._ledger, self._states)
         except Exception as failure:
-            raise CollectiveInDoubtError(f"they could not be worked out: {reason_of(failure)}") from failure
+            raise CollectiveStateUnknownError(f"they could not be worked out: {reason_of(failure)}") from failure
         self._clean()
         return found
 

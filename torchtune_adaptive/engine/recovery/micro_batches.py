@@ -52,8 +52,8 @@ class Cutter(Protocol):
         """Double a size that was halved, up to the one before. Returns whether it is whole again."""
         ...
 
-    def rehearsals(self, samples: Any, pair: tuple[int, int] | None = (0, 1)) -> Iterable[Sequence[Any]]:
-        """Small micro-batches for a rehearsal, of different shapes if possible; then others to try if memory runs out.
+    def trial_batches(self, samples: Any, pair: tuple[int, int] | None = (0, 1)) -> Iterable[Sequence[Any]]:
+        """Small micro-batches for a dry run, of different shapes if possible; then others to try if memory runs out.
 
         Their number is equal on every rank. Unless ``adds_up``, the first three are those of a trial: the first sample
         of the ``pair``, the second one, and both. Without a pair, none has two samples. They may be views of
@@ -157,7 +157,7 @@ class Slices:
         self.size = min(2 * self.size, self.whole_size)
         return self.size == self.whole_size
 
-    def rehearsals(self, samples: Any, pair: tuple[int, int] | None = (0, 1)) -> list[list[Any]]:
+    def trial_batches(self, samples: Any, pair: tuple[int, int] | None = (0, 1)) -> list[list[Any]]:
         """Each sample of the ``pair``, then both; to try next, each. Nothing if there is no sample."""
         if not (number := num_samples(samples)):
             return []

@@ -37,12 +37,12 @@ def collectives_of(micro_step: Callable[[], object], ledger: Ledger, states: lis
     Raises:
         CannotRecordError: they cannot be found in this way.
     """
-    if not isinstance(micro_step, MicroStep) or micro_step.with_rows is None or not ledger.can_note:
+    if not isinstance(micro_step, MicroStep) or micro_step.with_rows is None or not ledger.can_record_dry:
         raise CannotRecordError("the model issues collectives of its own, whose sizes are not known")
     noted: list[list[AnyCollective]] = []
     for num_rows in (1, 2):
         drop_forward_passes(states)
-        with ledger.noting() as collectives:
+        with ledger.dry_recording() as collectives:
             micro_step.with_rows(num_rows)
         noted.append(collectives)
     one, two = noted

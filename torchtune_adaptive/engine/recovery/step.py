@@ -20,10 +20,10 @@ from torchtune_adaptive.engine.optimizers import optimizers_within
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery, sum_of_results
 from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.engine.recovery.columns import copied, versions, was_changed
+from torchtune_adaptive.engine.recovery.dry_run import DryRun, allocate_states, dry_run
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
 from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
 from torchtune_adaptive.engine.recovery.optimizer_state import check_optimizers, drop_unused_states
-from torchtune_adaptive.engine.recovery.rehearsal import Rehearsal, allocate_states, rehearse
 from torchtune_adaptive.engine.recovery.size_range import SizeRange, check_size_of
 from torchtune_adaptive.engine.recovery.trial import ResultsError, cannot_cut
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
@@ -66,7 +66,7 @@ class RecoverableStep(Generic[Sums]):
         micro_batch_size: samples per micro-batch, the same on every rank; or an object that cuts micro-batches.
         size_of: a number of at least 1 that the memory of a micro-batch follows, the same on every rank for the same
             micro-batch. None: the elements of its first tensor of integers, or else its samples.
-        optimizer: the optimizer, or several. ``rehearse`` creates the state of Adam and AdamW, so that its memory is in
+        optimizer: the optimizer, or several. ``dry_run`` creates the state of Adam and AdamW, so that its memory is in
             use before training.
         reduce: "each": FSDP2 reduces gradients in each micro-step; "last": only in the last one of an optimizer step,
             which communicates less, but every rank then keeps the whole gradients until then.
@@ -146,7 +146,7 @@ class RecoverableStep(Generic[Sums]):
         self._recovery: Recovery | None = None
         self._is_enabled = True
         self._is_closed = False
-        self._is_trained: dict[nn.Parameter, bool] = {}  # as in the rehearsal
+        self._is_trained: dict[nn.Parameter, bool] = {}  # as in the dry run
         self._batch_norms: list[tuple[nn.Module, bool]] = []  # and whether each was in training mode
         self._trials_left = 0 if self._cutter.adds_up else _MOST_TRIALS
         self._gives_copies = False  # whether micro-steps change their batches in place
@@ -181,10 +181,10 @@ class RecoverableStep(Generic[Sums]):
 
     @property
     def recovers(self) -> bool:
-        """Whether the step recovers from out-of-memory errors. False before ``rehearse`` and after ``disable``."""
+        """Whether the step recovers from out-of-memory errors. False before ``dry_run`` and after ``disable``."""
         return self._recovery is not None
 
-    def rehearse(self, samples: Any) -> None:
+    def dry_run(self, samples: Any) -> None:
         """Create the optimizers' state, and try small micro-steps: on one sample, on another one, and on both.
 
         They show which collectives they issue, and whether samples may be cut into micro-batches: gradients and results
@@ -210,7 +210,7 @@ class RecoverableStep(Generic[Sums]):
         allocate_states(self._optimizers, self._watch)
         used: list[nn.Parameter] = []
         try:
-            found = self._rehearse_with_samples_that_count(samples)
+            found = self._dry_run_with_samples_that_count(samples)
             self._recovery, used = found.recovery, found.used
         finally:
             drop_unused_states(self._optimizers, used)
@@ -218,10 +218,10 @@ class RecoverableStep(Generic[Sums]):
     def prepare(self, samples: Any) -> None:
         """Rehearse; but if samples must not be cut and need not be, train without recovery. A collective.
 
-        Raises: as ``rehearse``.
+        Raises: as ``dry_run``.
         """
         try:
-            self.rehearse(samples)
+            self.dry_run(samples)
             return
         except CannotCutError as error:
             self._must_stay_whole = str(error)  # only the text: the traceback keeps tensors alive
@@ -230,19 +230,19 @@ class RecoverableStep(Generic[Sums]):
             log.warning("An out-of-memory error will end the run. %s", self._must_stay_whole)
         self.disable()
 
-    def _rehearse_with_samples_that_count(self, samples: Any) -> Rehearsal:
+    def _dry_run_with_samples_that_count(self, samples: Any) -> DryRun:
         """Rehearse, and look for two samples with gradients if the first ones have none. A collective.
 
         Raises:
             CannotRecoverError: no micro-step leaves a gradient.
         """
         if self._cutter.adds_up:
-            return self._rehearse(samples, None)
+            return self._dry_run(samples, None)
         self._trials_left -= 1
         candidates = min(self._watch.consensus.max_over_ranks(self._cutter.num_to_try(samples)), _MOST_SAMPLES)
         pair, following = [0, 1], 2
         while True:
-            found = self._rehearse(samples, (pair[0], pair[1]) if candidates > 1 else None)
+            found = self._dry_run(samples, (pair[0], pair[1]) if candidates > 1 else None)
             counts = found.verdict.counts
             if all(counts) or following + counts.count(False) > candidates:
                 break
@@ -263,24 +263,24 @@ class RecoverableStep(Generic[Sums]):
             raise cannot_recover("a micro-step leaves no gradient in `.grad` of any parameter")
         return found
 
-    def _rehearse(self, samples: Any, pair: tuple[int, int] | None) -> Rehearsal:
+    def _dry_run(self, samples: Any, pair: tuple[int, int] | None) -> DryRun:
         """Rehearse with these two samples, if there are two. A collective.
 
         Raises:
             CannotCutError: samples must not be cut into micro-batches.
             ResultsError: results do not add up.
         """
-        rehearsals = list(self._cutter.rehearsals(samples, pair))
-        self._check(has_samples=bool(rehearsals))
-        one = rehearsals[0][0]
+        trial_batches = list(self._cutter.trial_batches(samples, pair))
+        self._check(has_samples=bool(trial_batches))
+        one = trial_batches[0][0]
         if self._has_own_sizes:
             check_size_of(self._cutter.size_of, one, self._watch.consensus)
         else:
             self._size_unit = "tokens" if self._cutter.size_of(one) > self._cutter.num_rows(one) else "samples"
         context = self._watch.meter or nullcontext()
         try:
-            found = rehearse(
-                [[self._as_micro_step(context, one, is_trial=True) for one in parts] for parts in rehearsals],
+            found = dry_run(
+                [[self._as_micro_step(context, one, is_trial=True) for one in parts] for parts in trial_batches],
                 model=self._model,
                 device=self._device,
                 watch=self._watch,
@@ -304,7 +304,7 @@ class RecoverableStep(Generic[Sums]):
         return found
 
     def disable(self) -> None:
-        """Turn recovery off: there is no rehearsal, and an out-of-memory error is raised as it is."""
+        """Turn recovery off: there is no dry run, and an out-of-memory error is raised as it is."""
         self._is_enabled = False
         self._end_recovery()
 
@@ -325,8 +325,8 @@ class RecoverableStep(Generic[Sums]):
         Raises:
             NothingFitsError: a single sample does not fit. Raised on every rank, with the same message.
             InputError: gradients are not None, or ranks have different numbers of samples.
-            CannotRecoverError: see ``rehearse``.
-            CollectiveInDoubtError: the error does not allow recovery; this process must end.
+            CannotRecoverError: see ``dry_run``.
+            CollectiveStateUnknownError: the error does not allow recovery; this process must end.
         """
         self._check_open()
         if self._is_enabled and (self._recovery is None or self._trains_others() or self._can_be_tried(samples)):
@@ -366,7 +366,7 @@ class RecoverableStep(Generic[Sums]):
             grown_from = 0
 
     def _trains_others(self) -> bool:
-        """Whether a parameter was frozen or unfrozen since the rehearsal, or the mode of a batch norm was changed.
+        """Whether a parameter was frozen or unfrozen since the dry run, or the mode of a batch norm was changed.
 
         Other collectives then reduce gradients, or samples are mixed.
         """

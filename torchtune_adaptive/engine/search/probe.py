@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states
-from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
+from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.timeline import CurvedForecast, Forecast, Timeline
 from torchtune_adaptive.engine.recovery.columns import copied, was_changed
@@ -130,7 +130,7 @@ class Prober:
 
     def _look_for_rows(self) -> None:
         found: list[BatchRows] = []
-        outcome = run_with_votes(lambda: found.append(BatchRows(self._make_batch)), self._consensus)
+        outcome = run_or_abort_together(lambda: found.append(BatchRows(self._make_batch)), self._consensus)
         self._rows = found[0] if outcome is Outcome.DONE else None
 
     def fits(self, batch_size: int) -> bool:
@@ -268,7 +268,7 @@ class Prober:
         if timeline:
             self._meter.start_timeline()
         settings = KeptSettings(fsdp_states(self._workload.model))
-        outcome = run_with_votes(lambda: self._step(batch_size), self._consensus)
+        outcome = run_or_abort_together(lambda: self._step(batch_size), self._consensus)
         if self._workload.device.type == "cuda":
             torch.cuda.synchronize(self._workload.device)
         if timeline:

@@ -12,7 +12,7 @@ from torchtune_adaptive.engine.compiled import compile_each_size
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import reset_after_failure
 from torchtune_adaptive.engine.distributed.snapshot import UnchangedParameters, restore_on_exit
-from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
+from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory, only_new_garbage
@@ -85,7 +85,7 @@ class Workload:
                 for optimizer in self.optimizers:
                     allocate_state(optimizer)
 
-        return run_with_votes(create, self.consensus) is Outcome.DONE
+        return run_or_abort_together(create, self.consensus) is Outcome.DONE
 
     def clean_up(self) -> None:
         """Drop gradients and everything else that a step has left, whether it failed or not."""

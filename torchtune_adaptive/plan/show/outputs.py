@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.errors import InputError, quote
-from torchtune_adaptive.files import check_writable, write_whole, writing
+from torchtune_adaptive.files import check_writable, write_atomically, writing
 from torchtune_adaptive.plan.decide import Plan, SizePlan
 from torchtune_adaptive.plan.show.modules import modules_text
 from torchtune_adaptive.plan.show.plot import DrawnDevice, step_figure
@@ -60,12 +60,12 @@ class StepOutputs:
         if self.snapshot is not None:
             content = snapshot_bytes(events)
             with writing("--snapshot", self.snapshot):
-                write_whole(self.snapshot, content)
+                write_atomically(self.snapshot, content)
             yield f"Allocations of the step written to {self.snapshot}; view them at https://pytorch.org/memory_viz."
         if self.plot is not None:
             plot = svg_of(partial(_plot, events, planned))
             with writing("--plot", self.plot):
-                write_whole(self.plot, plot)
+                write_atomically(self.plot, plot)
             yield f"Plot of the step written to {self.plot}."
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from torchtune_adaptive.engine.search.strategies import NO_BOUND
 from torchtune_adaptive.plan.decide import LengthPlan, Plan, PlannedChange, SizePlan
 from torchtune_adaptive.plan.gpu import Overhead
-from torchtune_adaptive.plan.host import HostPlan
+from torchtune_adaptive.plan.host_memory import HostPlan
 from torchtune_adaptive.text import byte_unit, count_text, format_bytes, text_table
 
 GIB = 2**30

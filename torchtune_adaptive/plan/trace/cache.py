@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torchtune_adaptive
-from torchtune_adaptive.files import write_whole
+from torchtune_adaptive.files import write_atomically
 
 _log = logging.getLogger(__name__)
 _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes")  # whose components do not change without a new version
@@ -51,7 +51,7 @@ class Answers:
         if path is None:
             return
         try:
-            write_whole(path, gzip.compress(json.dumps(answer).encode(), mtime=0))
+            write_atomically(path, gzip.compress(json.dumps(answer).encode(), mtime=0))
         except OSError as error:
             self._warn_once(error)
             return

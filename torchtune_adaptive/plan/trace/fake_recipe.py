@@ -87,8 +87,8 @@ class FakeRecipe:
         with self._as_on_device():
             make_fake(nn.ModuleList(self.models))
             _set_up_optimizer_and_loss(recipe, self.cfg)
-        self._stepping = recipe.stepping()
-        for optimizer in self._stepping.optimizers:
+        self._optimizer_policy = recipe.optimizer_policy()
+        for optimizer in self._optimizer_policy.optimizers:
             _require_no_closure(optimizer)
             optimizer.step = _reading_numbers(optimizer.step)
         self._objective = recipe.objective(as_stock=True)
@@ -99,7 +99,7 @@ class FakeRecipe:
 
     def running_modules(self) -> RunningModules:
         """Tracks which module of the models runs, which a trace with events needs."""
-        return RunningModules(self.models, self._stepping.optimizers)
+        return RunningModules(self.models, self._optimizer_policy.optimizers)
 
     def trace(
         self,
@@ -128,7 +128,7 @@ class FakeRecipe:
                 kind: Mark = "frozen models" if index else "parameters"
                 trace.mark(list(model.buffers()), kind)
                 trace.mark(list(model.parameters()), ON_HOST if on_host else kind)
-            states = [list(optimizer.state.values()) for optimizer in self._stepping.optimizers]
+            states = [list(optimizer.state.values()) for optimizer in self._optimizer_policy.optimizers]
             trace.mark(states, ON_HOST if on_host else "optimizer state")
             phases = _TracedPhases(self.models, trace, gradients_are=ON_HOST if on_host else "gradients")
             with trace:
@@ -142,7 +142,7 @@ class FakeRecipe:
         return {
             "num_parameters": trained + sum(frozen),
             "num_frozen_parameters": sum(frozen),
-            "paged_bytes": sum(getattr(optimizer, "paged_bytes", 0) for optimizer in self._stepping.optimizers),
+            "paged_bytes": sum(getattr(optimizer, "paged_bytes", 0) for optimizer in self._optimizer_policy.optimizers),
             "attention_width": max(text.num_heads * text.head_dim for text in map(_text_part, self.models)),
             "sequences": self._row_format.sequences,
             "images": 0 if self._images is None else self._images.images,
@@ -156,7 +156,7 @@ class FakeRecipe:
         return host_figures(
             self.cfg,
             self.models,
-            self._stepping.optimizers,
+            self._optimizer_policy.optimizers,
             activation_bytes_per_token=[math.ceil(num_bytes / self._tokens) for num_bytes in offloaded],
         )
 
@@ -174,21 +174,21 @@ class FakeRecipe:
 
     def _step_optimizers(self, *, normalizes: bool) -> None:
         """Run the optimizers alone, on the parameters with optimizer state, or on all if there is no state."""
-        for optimizer in self._stepping.optimizers:
+        for optimizer in self._optimizer_policy.optimizers:
             trained = (one for group in optimizer.param_groups for one in group["params"] if one.requires_grad)
             for parameter in list(optimizer.state) or trained:
                 parameter.grad = torch.zeros_like(parameter)
         if normalizes:
-            self._stepping.normalize(torch.ones((), dtype=torch.long))
-        for optimizer in self._stepping.optimizers:
+            self._optimizer_policy.normalize(torch.ones((), dtype=torch.long))
+        for optimizer in self._optimizer_policy.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
     def _train_step(self, phases: Phases, micro_batches: list[list[Row]]) -> None:
         device = torch.device("cpu")
-        TrainStep(self._objective, self._stepping, collate=self._collate, device=device, phases=phases, meter=None)(
-            micro_batches
-        )
+        TrainStep(
+            self._objective, self._optimizer_policy, collate=self._collate, device=device, phases=phases, meter=None
+        )(micro_batches)
 
     def _collate(self, rows: Sequence[Row]) -> Any:
         """A batch with the shape of ``rows``, without content."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.engine.memory.operations import local_part, plain_parts
-from torchtune_adaptive.plan.host import pinned_bytes
+from torchtune_adaptive.plan.host_memory import pinned_bytes
 
 _CONVERTING = "torchtune.training.FullModelHFCheckpointer"
 _PERMUTED = ("q_proj.weight", "k_proj.weight")

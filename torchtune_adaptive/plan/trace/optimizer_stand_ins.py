@@ -13,7 +13,7 @@ from torch import nn
 
 from torchtune_adaptive.engine.memory.operations import local_part
 from torchtune_adaptive.errors import InputError, quote, require_integer
-from torchtune_adaptive.plan.host import pinned_bytes
+from torchtune_adaptive.plan.host_memory import pinned_bytes
 
 _BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.(Paged)?([A-Z][A-Za-z]*?)(8bit|32bit)?")
 # Number of state tensors per parameter, by the optimizer's name.

@@ -12,7 +12,7 @@ from torchtune_adaptive.engine.memory.timeline import (
     sum_of,
     upper_envelope,
 )
-from torchtune_adaptive.plan.host import HostFigures
+from torchtune_adaptive.plan.host_memory import HostFigures
 
 
 @dataclass(frozen=True)

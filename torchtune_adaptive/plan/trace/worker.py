@@ -22,8 +22,8 @@ from tqdm import tqdm
 from torchtune_adaptive.engine.memory.timeline import Timeline, sum_of_timelines
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.errors import InputError, reason_of
-from torchtune_adaptive.files import write_whole
-from torchtune_adaptive.plan.host import HostFigures
+from torchtune_adaptive.files import write_atomically
+from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.trace.events import StepEvents
 from torchtune_adaptive.plan.trace.fake_recipe import FakeRecipe
 from torchtune_adaptive.plan.trace.layer_extrapolation import extrapolate_layers
@@ -271,7 +271,7 @@ def main() -> None:
         faulthandler.enable(errors)
         answer = _answer(json.load(sys.stdin), errors)
         faulthandler.disable()
-    write_whole(output_path, json.dumps(answer))
+    write_atomically(output_path, json.dumps(answer))
     sys.stderr.flush()
     os._exit(0)  # destroying all modules takes time, and nothing is left to do
 

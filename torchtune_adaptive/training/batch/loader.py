@@ -14,7 +14,7 @@ from torchtune_adaptive.training.batch.rank_shares import (
     small_samples,
 )
 from torchtune_adaptive.training.batch.row_format import Row, RowFormat
-from torchtune_adaptive.training.batch.sampler import DealtSampler
+from torchtune_adaptive.training.batch.sampler import GlobalBatchSampler
 
 
 @dataclass(frozen=True)
@@ -213,16 +213,14 @@ class GlobalStepLoader(StepLoader):
 
     key = "global_batch_size"
     is_global = True
-    _sampler: DealtSampler
+    _sampler: GlobalBatchSampler
 
     def __init__(
         self, sampler: Any, row_format: RowFormat, *, batch_size: int, max_steps_per_epoch: int | None
     ) -> None:
         check_samples_per_step(batch_size, ranks=sampler.num_replicas)
-        dealt = DealtSampler(sampler.dataset, sampler.num_replicas, sampler.rank, sampler.shuffle, sampler.seed)
-        super().__init__(
-            dealt, row_format, batch_size=batch_size, micro_steps=1, max_steps_per_epoch=max_steps_per_epoch
-        )
+        new = GlobalBatchSampler(sampler.dataset, sampler.num_replicas, sampler.rank, sampler.shuffle, sampler.seed)
+        super().__init__(new, row_format, batch_size=batch_size, micro_steps=1, max_steps_per_epoch=max_steps_per_epoch)
 
     @property
     def largest_batch_size(self) -> int:

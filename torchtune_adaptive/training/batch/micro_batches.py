@@ -127,7 +127,7 @@ class MicroBatcher:
         """Losses are sums."""
         return factor == 1
 
-    def rehearsals(
+    def trial_batches(
         self, samples: Sequence[Row] | StepSamples, pair: tuple[int, int] | None = None
     ) -> Iterator[list[MicroBatch]]:
         """Micro-batches of the first of ``samples``, of one row and of two; to try next, of one row each.
@@ -193,7 +193,7 @@ class MicroBatcher:
         own = sum(map(self.row_format.own_tokens, rows))
         padded = sum(len(one) * max(lengths[index] for index in one) for one in cuts if one)
         self._step_tokens = (self._step_tokens[0] + own, self._step_tokens[1] + padded)
-        return [[rows[index] for index in one] or [self.row_format.silent(self.dataset[0])] for one in cuts]
+        return [[rows[index] for index in one] or [self.row_format.masked(self.dataset[0])] for one in cuts]
 
     def _lengths(self, rows: list[Row]) -> list[int]:
         return [self.row_format.padded_tokens(row) for row in rows]

@@ -16,7 +16,7 @@ from torchtune_adaptive.errors import InputError, reason_of
 Row: TypeAlias = dict[str, Any]
 
 _ANSWERS, _PARTS = ("chosen", "rejected"), ("input_ids", "labels")
-_REHEARSAL_TOKENS = (16, 24)  # row lengths of the two batches of a rehearsal, which must differ in shape
+_DRY_RUN_TOKENS = (16, 24)  # row lengths of the two batches of a dry run, which must differ in shape
 
 
 class RowFormat(ABC):
@@ -57,7 +57,7 @@ class RowFormat(ABC):
         """The sample truncated to ``length`` tokens. Packed samples are returned as they are."""
 
     @abstractmethod
-    def silent(self, row: Row) -> Row:
+    def masked(self, row: Row) -> Row:
         """A short sample without weight in the loss, for a rank without samples."""
 
     def worst_case(
@@ -119,7 +119,7 @@ class RowFormat(ABC):
         Rows are truncated to a few tokens, unless they are packed.
         """
         first, second = dataset[0], dataset[min(1, len(dataset) - 1)]
-        small, large = _REHEARSAL_TOKENS
+        small, large = _DRY_RUN_TOKENS
         rows = [first, second] if batch_size > 1 else [second]
         return [[self.shortened(first, small)], [self.shortened(row, large) for row in rows]]
 
@@ -161,8 +161,8 @@ class TokenRows(RowFormat):
         can_be_cut = set(row) <= {"tokens", "labels", "mask"} and isinstance(row["tokens"], list)
         return {name: values[:length] for name, values in row.items()} if can_be_cut else row
 
-    def silent(self, row: Row) -> Row:
-        short = self.shortened(row, _REHEARSAL_TOKENS[0])
+    def masked(self, row: Row) -> Row:
+        short = self.shortened(row, _DRY_RUN_TOKENS[0])
         labels = short["labels"]
         if isinstance(labels, torch.Tensor):
             return short | {"labels": torch.full_like(labels, self._ignore_index)}
@@ -189,8 +189,8 @@ class PreferenceRows(RowFormat):
     def shortened(self, row: Row, length: int) -> Row:
         return {name: values[:length] for name, values in row.items()}
 
-    def silent(self, row: Row) -> Row:
-        short = self.shortened(row, _REHEARSAL_TOKENS[0])
+    def masked(self, row: Row) -> Row:
+        short = self.shortened(row, _DRY_RUN_TOKENS[0])
         masked = {f"{one}_labels": [CROSS_ENTROPY_IGNORE_IDX] * len(short[f"{one}_labels"]) for one in _ANSWERS}
         return short | masked
 

@@ -9,7 +9,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune_adaptive.training.batch.rank_shares import rows_of_rank
 
 
-class _DealtOrder(DistributedSampler):
+class _GlobalBatchOrder(DistributedSampler):
     """One rank's samples, in the order of ``DistributedSampler`` on a single rank."""
 
     samples_per_step = 1
@@ -31,7 +31,7 @@ class _DealtOrder(DistributedSampler):
         return steps * rows_of_rank(self.samples_per_step, rank=self.rank, ranks=self.num_replicas)
 
 
-class DealtSampler(StatefulDistributedSampler, _DealtOrder):
+class GlobalBatchSampler(StatefulDistributedSampler, _GlobalBatchOrder):
     """One rank's share of consecutive optimizer steps with ``samples_per_step`` samples over all ranks.
 
     A sample of the data set is used at most once per epoch, on one rank. Samples that do not fill a step are left

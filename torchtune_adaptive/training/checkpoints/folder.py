@@ -22,7 +22,7 @@ import torch
 from torchtune import utils
 
 from torchtune_adaptive.errors import InputError, reason_of
-from torchtune_adaptive.files import sync, write_whole
+from torchtune_adaptive.files import sync, write_atomically
 from torchtune_adaptive.text import format_bytes
 from torchtune_adaptive.training.checkpoints.digests import settle
 from torchtune_adaptive.training.folder_lock import FolderLock, FolderReplacedError
@@ -254,7 +254,7 @@ def write_state(
     """
     content = io.BytesIO()
     torch.save(state.rank_states, content)
-    write_whole(path / RANK_STATES_NAME, content.getvalue(), makes_folder=digests is None)
+    write_atomically(path / RANK_STATES_NAME, content.getvalue(), makes_folder=digests is None)
     there = [RANK_STATES_NAME]
     if digests is not None:
         files = [one for one in sorted(path.rglob("*")) if one.is_file() and one != path / STATE_NAME]
@@ -267,7 +267,7 @@ def write_state(
     read = json.loads(json.dumps(written))  # with the types that a reader sees
     for folder in (one for one in path.rglob("*") if one.is_dir()):
         sync(folder)
-    write_whole(path / STATE_NAME, json.dumps({**read, "sha256": _digest_of(read)}, indent=1) + "\n")
+    write_atomically(path / STATE_NAME, json.dumps({**read, "sha256": _digest_of(read)}, indent=1) + "\n")
     sync(path)
 
 

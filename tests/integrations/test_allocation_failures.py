@@ -15,10 +15,10 @@ pytest.importorskip("trl", reason="`make simulated-gpu` runs this file")
 
 from datasets import Dataset
 
-from tests.hosts import trainers
-from tests.hosts.trainers import BATCH, Outcome, difference, make, trained, without_memory
+from tests.integrations import trainers
+from tests.integrations.trainers import BATCH, Outcome, difference, make, trained, without_memory
 
-pytestmark = [pytest.mark.simulated_gpu, pytest.mark.hosts, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.simulated_gpu, pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
 
 HOSTS = ("trainer", "sft", "dpo", "reward")  # PEFT refuses LoRA beside the torchao that torchtune needs
 LENGTH = 256  # tokens

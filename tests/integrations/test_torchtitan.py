@@ -20,11 +20,11 @@ import torch.distributed as dist
 from benchmarks.support.ranks import run_on_ranks
 from tests.support.documents import blocks
 
-pytest.importorskip("torchtitan", reason="torchtitan is in tests/hosts/requirements_torchtitan.txt")
+pytest.importorskip("torchtitan", reason="torchtitan is in tests/integrations/requirements_torchtitan.txt")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch about its own modules
-    from tests.hosts.titan_runs import (  # before torchtitan's own modules
+    from tests.integrations.titan_runs import (  # before torchtitan's own modules
         ROWS,
         STEPS,
         TOKENS,
@@ -42,10 +42,16 @@ with warnings.catch_warnings():
     from torchtitan.trainer import Trainer
 
 from torchtune_adaptive import CannotRecoverError, InputError
-from torchtune_adaptive.hosts.torchtitan import _DEGREES_OF_ONE, _LABELS, AdaptiveConfig, AdaptiveTrainer, _joined
+from torchtune_adaptive.integrations.torchtitan import (
+    _DEGREES_OF_ONE,
+    _LABELS,
+    AdaptiveConfig,
+    AdaptiveTrainer,
+    _joined,
+)
 from torchtune_adaptive.testing import Fault, out_of_memory
 
-pytestmark = pytest.mark.hosts
+pytestmark = pytest.mark.integrations
 
 SMALL = ROWS // 2
 PLACES = (0.0, 0.7)  # of a fault, as fractions of a micro-step's operations
@@ -235,9 +241,9 @@ def train_with_another_subclass(rank: int) -> tuple[list[int], int]:
 
 def test_another_subclass_of_trainer_can_be_made_adaptive() -> None:
     ((rows, tokens),) = run_on_ranks(train_with_another_subclass, 1)
-    rehearsed, trained = rows[: -3 * STEPS], rows[-3 * STEPS :]
+    tried, trained = rows[: -3 * STEPS], rows[-3 * STEPS :]
     assert trained == [3, 3, 2] * STEPS
-    assert set(rehearsed) == {1, 2}
+    assert set(tried) == {1, 2}
     assert tokens == STEPS * 2 * ROWS * TOKENS
 
 
@@ -335,8 +341,10 @@ def test_batches_that_cannot_be_cut_into_rows_are_refused(batches: list[Any], na
     ],
 )
 def test_torchtitans_own_program_finds_the_trainer_and_its_flags(flags: str, expected: str, tmp_path: Path) -> None:
-    program = "-m torch.distributed.run --nproc_per_node 2 -m tests.hosts.torchtitan_on_cpus"
-    config = f"--module tests.hosts.titan_runs --config adaptive_config --training.steps 1 --dump_folder {tmp_path}"
+    program = "-m torch.distributed.run --nproc_per_node 2 -m tests.integrations.torchtitan_on_cpus"
+    config = (
+        f"--module tests.integrations.titan_runs --config adaptive_config --training.steps 1 --dump_folder {tmp_path}"
+    )
     command = [sys.executable, *program.split(), *config.split(), *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert expected in done.stdout + done.stderr, done.stderr[-4000:]
@@ -347,7 +355,7 @@ def test_the_code_of_the_document_runs() -> None:
     names |= {"AdaptiveConfig": AdaptiveConfig, "__name__": __name__}
     document = Path(__file__).parents[2] / "docs" / "hosts.md"
     for block in blocks(document, "py"):
-        if "hosts.transformers" not in block.text:
+        if "integrations.transformers" not in block.text:
             exec(compile(block.text, str(document), "exec"), names)
     assert names["llama3_8b"]().adaptive.micro_batch_size == "search"
     assert issubclass(names["MyTrainer"], AdaptiveTrainer)

@@ -16,7 +16,7 @@ from torchtune.models.phi3._convert_weights import phi3_hf_to_tune, phi3_tune_to
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
 
-from torchtune_adaptive.plan.host import (
+from torchtune_adaptive.plan.host_memory import (
     CUDA_PROCESS_BYTES,
     PROCESS_BYTES,
     HostFigures,

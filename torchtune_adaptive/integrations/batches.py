@@ -16,7 +16,7 @@ from torchtune_adaptive.errors import InputError, quote
 IGNORED = -100  # a label that transformers' losses leave out
 
 
-class HostBatch(NamedTuple):
+class TrainerBatch(NamedTuple):
     """A batch of the trainer, or the part of one in a micro-batch.
 
     Attributes:
@@ -33,7 +33,7 @@ class HostBatch(NamedTuple):
     weight: float = 1.0
 
 
-class HostBatches(Slices):
+class TrainerBatches(Slices):
     """Cuts the batches of an optimizer step into micro-batches. None has rows of two batches.
 
     Args:
@@ -45,8 +45,8 @@ class HostBatches(Slices):
     Raises:
         InputError: ``size`` is not an integer of at least 1.
 
-    >>> batch = HostBatch({"input_ids": torch.tensor([[3], [1], [4]])}, num_items=None, divisor=1)
-    >>> [(part.inputs["input_ids"].tolist(), part.divisor) for part in HostBatches(2).cut([batch])]
+    >>> batch = TrainerBatch({"input_ids": torch.tensor([[3], [1], [4]])}, num_items=None, divisor=1)
+    >>> [(part.inputs["input_ids"].tolist(), part.divisor) for part in TrainerBatches(2).cut([batch])]
     [([[3], [1]], 1.5), ([[4]], 3.0)]
     """
 
@@ -57,11 +57,13 @@ class HostBatches(Slices):
         self._rows_per_sample = rows_per_sample
         self.factor = 1.0
 
-    def num_rows(self, micro_batch: HostBatch) -> int:
+    def num_rows(self, micro_batch: TrainerBatch) -> int:
         """The samples of a micro-batch."""
         return self.num_samples(micro_batch.inputs)
 
-    def rehearsals(self, samples: Sequence[HostBatch], pair: tuple[int, int] | None = (0, 1)) -> list[list[HostBatch]]:
+    def trial_batches(
+        self, samples: Sequence[TrainerBatch], pair: tuple[int, int] | None = (0, 1)
+    ) -> list[list[TrainerBatch]]:
         """Each sample of the ``pair``, then both; to try next, each. Nothing if there is no sample.
 
         Samples are numbered from the one with the most labels. If they all have equally many, a mean over labels looks
@@ -77,7 +79,7 @@ class HostBatches(Slices):
         alone = [self._part(batch, [one]), self._part(batch, [other])]
         return [alone] if pair is None else [[*alone, self._part(batch, [one, other])], alone]
 
-    def num_to_try(self, samples: Sequence[HostBatch]) -> int:
+    def num_to_try(self, samples: Sequence[TrainerBatch]) -> int:
         """From how many samples a trial can choose two."""
         return max((self.num_samples(one.inputs) for one in samples), default=0)
 
@@ -86,11 +88,11 @@ class HostBatches(Slices):
         self.factor = factor
         return True
 
-    def is_whole(self, samples: Sequence[HostBatch]) -> bool:
+    def is_whole(self, samples: Sequence[TrainerBatch]) -> bool:
         """Whether no batch is cut."""
         return self._largest(samples) == max(self.num_samples(one.inputs) for one in samples)
 
-    def repeated(self, batch: HostBatch, number: int, num_samples: int) -> HostBatch:
+    def repeated(self, batch: TrainerBatch, number: int, num_samples: int) -> TrainerBatch:
         """A batch of so many copies of one sample of ``batch``, by its number."""
         return self._part(batch, [number] * num_samples)
 
@@ -109,10 +111,10 @@ class HostBatches(Slices):
             raise InputError(f"Every tensor of a batch must have {rows} per sample, but has {quote(lengths)} instead.")
         return num_samples
 
-    def _largest(self, samples: Sequence[HostBatch]) -> int:
+    def _largest(self, samples: Sequence[TrainerBatch]) -> int:
         return min(self.size, max(self.num_samples(batch.inputs) for batch in samples))
 
-    def _consecutive(self, samples: Sequence[HostBatch]) -> tuple[Cuts, Callable[[list[int]], HostBatch]]:
+    def _consecutive(self, samples: Sequence[TrainerBatch]) -> tuple[Cuts, Callable[[list[int]], TrainerBatch]]:
         """As in ``Slices``; numbers are counted over all batches."""
         counts = [self.num_samples(batch.inputs) for batch in samples]
         starts = [0, *itertools.accumulate(counts)]
@@ -120,13 +122,13 @@ class HostBatches(Slices):
         for first, end in itertools.pairwise(starts):
             cuts += [list(range(start, min(start + self.size, end))) for start in range(first, end, self.size)]
 
-        def take(rows: list[int]) -> HostBatch:
+        def take(rows: list[int]) -> TrainerBatch:
             number = bisect.bisect_right(starts, rows[0]) - 1
             return self._part(samples[number], [row - starts[number] for row in rows])
 
         return cuts, take
 
-    def _part(self, batch: HostBatch, rows: Sequence[int]) -> HostBatch:
+    def _part(self, batch: TrainerBatch, rows: Sequence[int]) -> TrainerBatch:
         """The samples of ``batch`` with these numbers."""
         num_samples = self.num_samples(batch.inputs)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.hosts.late_gathers import LateGathers, LateValue
+from torchtune_adaptive.integrations.late_gathers import LateGathers, LateValue
 
 
 class Accelerator:

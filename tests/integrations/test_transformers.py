@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 
-pytest.importorskip("trl", reason="`make hosts` runs this file")
+pytest.importorskip("trl", reason="`make integrations` runs this file")
 
 import trl
 from accelerate.utils import DistributedType
@@ -36,18 +36,18 @@ from transformers import (
 
 from benchmarks.support import ranks
 from benchmarks.support.ranks import run_on_ranks
-from tests.hosts import trainers
-from tests.hosts.trainers import BATCH, HOSTS, LIMITS, comparisons, difference, make, trained, with_fault
+from tests.integrations import trainers
+from tests.integrations.trainers import BATCH, HOSTS, LIMITS, comparisons, difference, make, trained, with_fault
 from tests.support.documents import blocks
 from torchtune_adaptive import InputError, NothingFitsError, RecoverableStep
 from torchtune_adaptive.errors import CannotCutError
-from torchtune_adaptive.hosts import transformers as hosts
-from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches
-from torchtune_adaptive.hosts.known_trainers import samples_are_pairs, why_refused
-from torchtune_adaptive.hosts.transformers import AdaptiveTrainerMixin
+from torchtune_adaptive.integrations import transformers as hosts
+from torchtune_adaptive.integrations.batches import TrainerBatch, TrainerBatches
+from torchtune_adaptive.integrations.known_trainers import samples_are_pairs, why_refused
+from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
 from torchtune_adaptive.testing import out_of_memory
 
-pytestmark = [pytest.mark.hosts, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
 
 CASES = [(host, accumulation) for host in HOSTS for accumulation in (1, 4)]
 SHARDED_CASES = [(host, accumulation) for host, accumulation in CASES if host != "lora"]  # refused: see below
@@ -56,7 +56,7 @@ LOGGED = {"sft": "num_tokens", "lora": "entropy", "dpo": "rewards/margins", "rew
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_once() -> None:
-    ranks.IMPORTED_ONCE[:] = ["tests.hosts.trainers"]
+    ranks.IMPORTED_ONCE[:] = ["tests.integrations.trainers"]
     for host in HOSTS:
         trainers.saved_model(host)
 
@@ -142,11 +142,11 @@ def test_metrics_keep_their_names_if_ranks_cut_their_batches_differently() -> No
     assert max(rewards) < 0.1
 
 
-def test_a_rehearsal_that_fails_leaves_nothing_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_that_fails_leaves_nothing_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing_fits(*_: Any) -> None:
         raise NothingFitsError("not even one row fits.")
 
-    monkeypatch.setattr(RecoverableStep, "rehearse", nothing_fits)
+    monkeypatch.setattr(RecoverableStep, "dry_run", nothing_fits)
     trainer = make("trainer", options={"micro_batch_size": 1})
     for _ in range(2):
         with pytest.raises(NothingFitsError):
@@ -317,7 +317,7 @@ class Stream(IterableDataset):
 
 def test_a_search_uses_the_batches_at_hand_if_the_data_cannot_be_indexed(caplog: pytest.LogCaptureFixture) -> None:
     trainer = make("trainer", options={"memory_limit": LIMITS["trainer"], "train_dataset": Stream()})
-    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.hosts"):
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.integrations"):
         trainer.train()
     texts = [record.message for record in caplog.records]
     assert texts[0] == "The search uses the heaviest rows of the first step, because the data cannot be indexed."
@@ -613,7 +613,7 @@ def test_a_compiled_model_recovers_in_one_process() -> None:
 def test_the_ready_made_classes_have_dotted_names(name: str) -> None:
     found = getattr(hosts, name)
     assert found is getattr(hosts, name)
-    assert (found.__module__, found.__qualname__) == ("torchtune_adaptive.hosts.transformers", name)
+    assert (found.__module__, found.__qualname__) == ("torchtune_adaptive.integrations.transformers", name)
     assert found.__mro__[2].__name__ == name.removeprefix("Adaptive")
 
 
@@ -700,23 +700,23 @@ def test_trl_keeps_its_counters_where_they_are_restored(host: str) -> None:
 
 
 def test_transformers_marks_adapters_on_a_model_sharded_when_loaded() -> None:
-    """Otherwise their gradients' all-reduce would be refused in the rehearsal, or hang a search."""
+    """Otherwise their gradients' all-reduce would be refused in the dry run, or hang a search."""
     assert "_replicated_grad_hook_registered" in Trainer._sync_replicated_trainable_parameters.__code__.co_consts
 
 
 def test_the_parts_of_pairs_stay_together() -> None:
     ids = torch.arange(8).reshape(8, 1)  # chosen 0 to 3, rejected 4 to 7
-    batch = HostBatch({"input_ids": ids, "margin": torch.arange(4), "names": list("abcd")}, None, 1)
-    parts = HostBatches(3, rows_per_sample=2).cut([batch])
+    batch = TrainerBatch({"input_ids": ids, "margin": torch.arange(4), "names": list("abcd")}, None, 1)
+    parts = TrainerBatches(3, rows_per_sample=2).cut([batch])
     assert [part.inputs["input_ids"].flatten().tolist() for part in parts] == [[0, 1, 2, 4, 5, 6], [3, 7]]
     assert [part.inputs["margin"].tolist() for part in parts] == [[0, 1, 2], [3]]
     assert [part.inputs["names"] for part in parts] == [["a", "b", "c"], ["d"]]
 
 
 def test_a_batch_with_other_rows_is_refused() -> None:
-    batch = HostBatch({"input_ids": torch.zeros(4, 2), "pixels": torch.zeros(9, 2)}, None, 1)
+    batch = TrainerBatch({"input_ids": torch.zeros(4, 2), "pixels": torch.zeros(9, 2)}, None, 1)
     with pytest.raises(InputError, match=r"one row per sample, but has .'input_ids': 4, 'pixels': 9. instead"):
-        HostBatches(2).cut([batch])
+        TrainerBatches(2).cut([batch])
 
 
 def test_the_code_of_the_document_runs() -> None:
@@ -727,7 +727,7 @@ def test_the_code_of_the_document_runs() -> None:
     names |= {"tokenizer": trainers.tokenizer(), "__name__": __name__}
     for block in blocks(document, "py"):
         is_installed = not re.search("import.*(Axolotl|Seq2Seq)Trainer", block.text)
-        if "hosts.transformers" not in block.text or not is_installed:
+        if "integrations.transformers" not in block.text or not is_installed:
             continue
         exec(compile(block.text, str(document), "exec"), names)
         assert names["trainer"].state.global_step == names["args"].max_steps
@@ -884,7 +884,7 @@ def test_a_data_loader_of_ones_own_is_searched_by_its_batches(caplog: pytest.Log
             rows = trainers.rows("trainer", 24)
             return [trainers.collate(rows[start : start + BATCH]) for start in range(0, 24, BATCH)]
 
-    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.hosts"):
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.integrations"):
         trainer = make("trainer", base=Own, options={"memory_limit": "64MiB"})
         trainer.train()
     assert trainer.micro_batch_size == BATCH
@@ -902,7 +902,7 @@ def test_a_collator_that_tokenizes_can_be_tried_beforehand(
         return {**batch, "labels": batch["input_ids"]}
 
     options = {"train_dataset": [{"text": one} for one in texts], "data_collator": collate_texts}
-    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.hosts"):
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.integrations"):
         make("trainer", options={**options, "memory_limit": "64MiB"}, remove_unused_columns=False).train()
     assert [record.message[:20] for record in caplog.records] == ["The micro-batch has "]
     assert "forked" not in capfd.readouterr().err

@@ -37,7 +37,7 @@ from torchtune_adaptive.engine.distributed.snapshot import (
     keep_random_states,
     kept_modes,
 )
-from torchtune_adaptive.engine.distributed.vote import Outcome, run_with_votes
+from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.memory.copies import Copies
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.recovery.attempts import Recovery
@@ -62,15 +62,15 @@ def allocate_states(optimizers: Sequence[torch.optim.Optimizer], watch: Pressure
             if allocate_state(optimizer) and watch.meter is not None:
                 watch.meter.count(optimizer.state)
 
-    if run_with_votes(allocate, watch.consensus) is Outcome.OUT_OF_MEMORY:
+    if run_or_abort_together(allocate, watch.consensus) is Outcome.OUT_OF_MEMORY:
         raise NothingFitsError(
             "the optimizer's state must fit beside model and gradients, but does not"
             f" ({watch.figures()}); an 8-bit optimizer, LoRA or more ranks would need less."
         )
 
 
-class Rehearsal(NamedTuple):
-    """What a rehearsal gives.
+class DryRun(NamedTuple):
+    """What a dry run gives.
 
     Attributes:
         verdict: that of the trial; nothing is known without one, or if two samples do not fit.
@@ -82,7 +82,7 @@ class Rehearsal(NamedTuple):
     used: list[nn.Parameter]
 
 
-def rehearse(
+def dry_run(
     tries: Sequence[MicroSteps],
     *,
     model: nn.Module,
@@ -93,7 +93,7 @@ def rehearse(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     is_trial: bool = False,
     compares_results: bool = True,
-) -> Rehearsal:
+) -> DryRun:
     """Run the first micro-steps that fit, with a vote before each collective, and return a recovery for such steps.
 
     A collective: all ranks must call it, and get the same kind of outcome. It restores random generators, buffers and
@@ -139,12 +139,12 @@ def rehearse(
                 verdict = verdict if trial.is_like(again, watch.consensus) else Verdict(is_random=True)
             _check_unchanged(unchanged, watch.consensus)
             without_recovery.pop_all()
-            ledger.templates = found.templates
+            ledger.expected = found.expected
             buffers = found.buffers
             recovery = Recovery(
                 model, device, consensus=watch.consensus, ledger=ledger, buffers=buffers, release=release
             )
-            return Rehearsal(recovery, verdict, found.used)
+            return DryRun(recovery, verdict, found.used)
     raise NothingFitsError(
         "the first rows of the data set must fit, but their forward or backward pass ran out of memory"
         f" ({watch.figures()}); {NOTHING_FITS_ADVICE}."
@@ -161,7 +161,7 @@ class _Found(NamedTuple):
     """What micro-steps have shown. ``reason``: why recovery is not possible, "" if it is. ``buffers`` may change."""
 
     reason: str
-    templates: tuple[list[AnyCollective], list[AnyCollective]]
+    expected: tuple[list[AnyCollective], list[AnyCollective]]
     buffers: list[BufferPlace]
     used: list[nn.Parameter]
 
@@ -216,7 +216,7 @@ def _run(
         buffers = KeptBuffers(buffer_places(model), copies)
         try:
             with keep_random_states():
-                outcome = run_with_votes(run_and_record, consensus)
+                outcome = run_or_abort_together(run_and_record, consensus)
         except Exception:
             settings.restore()
             if trial is not None and (layer := trial.mixing_layer):
@@ -231,14 +231,14 @@ def _run(
     if outcome is Outcome.OUT_OF_MEMORY:
         settings.restore()
         return None
-    templates = _by_fsdp(recorded[0][-1]), _by_fsdp(recorded[-1][-1])
+    expected = _by_fsdp(recorded[0][-1]), _by_fsdp(recorded[-1][-1])
     reason = "a micro-step ends after `set_is_last_backward(False)`" if awaits_another else ""
-    reason = consensus.first_reason(reason or _why_not_covered(recorded, templates, is_known=is_known))
+    reason = consensus.first_reason(reason or _why_not_covered(recorded, expected, is_known=is_known))
     if not reason and _differs_between_ranks([one for *_, issued in recorded for one in issued], consensus):
         reason = "ranks issue different collectives in a micro-step"
     is_used = consensus.begin_max(*(int(number in used) for number in range(len(parameters))))()
     return _Found(
-        reason, templates, may_change, [one for one, is_one in zip(parameters, is_used, strict=True) if is_one]
+        reason, expected, may_change, [one for one, is_one in zip(parameters, is_used, strict=True) if is_one]
     )
 
 
@@ -283,11 +283,11 @@ def _attached_ledger(model: nn.Module, device: torch.device, consensus: Consensu
 
 def _why_not_covered(
     recorded: list[tuple[bool, int, list[AnyCollective]]],
-    templates: tuple[list[AnyCollective], list[AnyCollective]],
+    expected: tuple[list[AnyCollective], list[AnyCollective]],
     *,
     is_known: bool,
 ) -> str:
-    """Why the ``templates`` do not describe the collectives of every micro-step on this rank, or "".
+    """Why the ``expected`` do not describe the collectives of every micro-step on this rank, or "".
 
     Those of the model itself need not be there, if it ``is_known`` how to find them.
     """
@@ -298,7 +298,7 @@ def _why_not_covered(
                 f"a micro-step issues {num_issued} collectives, but only {num_known} of them gather parameters or"
                 " reduce gradients: the others, for example of tensor or context parallelism, may depend on the batch"
             )
-    if any(_by_fsdp(issued) != templates[is_last] for is_last, _, issued in recorded):
+    if any(_by_fsdp(issued) != expected[is_last] for is_last, _, issued in recorded):
         return "micro-steps on different batches issue different collectives"
     return ""
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from torchtune_adaptive.training.batch.rank_shares import largest_share, rows_of_rank
-from torchtune_adaptive.training.batch.sampler import DealtSampler
+from torchtune_adaptive.training.batch.sampler import GlobalBatchSampler
 
 properties = settings(max_examples=100)
 
@@ -38,7 +38,7 @@ def test_with_equal_samples_on_each_rank_steps_are_those_of_the_stock_sampler(
     for rank in range(ranks):
         stock: Any = StatefulDistributedSampler(dataset, ranks, rank, shuffle, seed)
         stock.set_epoch(epoch)
-        sampler = DealtSampler(dataset, ranks, rank, shuffle, seed)
+        sampler = GlobalBatchSampler(dataset, ranks, rank, shuffle, seed)
         sampler.set_samples_per_step(times * ranks)
         sampler.set_epoch(epoch)
         assert list(sampler) == list(stock)[: samples // (times * ranks) * times]

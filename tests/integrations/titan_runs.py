@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-import tests.hosts.torchtitan_on_cpus  # noqa: F401  before any other module of torchtitan
+import tests.integrations.torchtitan_on_cpus  # noqa: F401  before any other module of torchtitan
 
 # isort: split
 from torchtitan.components.dataloader import BaseDataLoader
@@ -27,7 +27,7 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
 from torchtune_adaptive import MemoryEvent
-from torchtune_adaptive.hosts.torchtitan import AdaptiveConfig, AdaptiveTrainer
+from torchtune_adaptive.integrations.torchtitan import AdaptiveConfig, AdaptiveTrainer
 from torchtune_adaptive.testing import wrap_micro_steps
 
 ROWS, TOKENS, STEPS = 4, 32, 3  # rows of a batch, tokens of a row, optimizer steps
@@ -110,7 +110,7 @@ def plain_config(*, chunked: bool = False, accumulate: int = 1, replicas: int = 
         validator=Validator.Config(enable=True, freq=2, steps=1, dataloader=Documents.Config()),
         metrics=MetricsProcessor.Config(log_freq=1),
         debug=DebugConfig(seed=0),
-        dump_folder=os.environ["FOLDER_OF_HOSTS"],
+        dump_folder=os.environ["FOLDER_OF_TRAINERS"],
     )
 
 
@@ -135,7 +135,7 @@ class AdaptiveRecordingTrainer(AdaptiveTrainer, RecordingTrainer):
 
 
 def adaptive_config() -> AdaptiveTrainer.Config:
-    """A function of a config registry, for ``--module tests.hosts.titan_runs --config adaptive_config``."""
+    """A function of a config registry, for ``--module tests.integrations.titan_runs --config adaptive_config``."""
     return AdaptiveTrainer.Config.of(plain_config(chunked=True, accumulate=2))
 
 

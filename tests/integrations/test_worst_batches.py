@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from torchtune_adaptive.hosts import worst_batches as module
-from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches
-from torchtune_adaptive.hosts.worst_batches import worst_batches
+from torchtune_adaptive.integrations import worst_batches as module
+from torchtune_adaptive.integrations.batches import TrainerBatch, TrainerBatches
+from torchtune_adaptive.integrations.worst_batches import worst_batches
 
 Row = dict[str, list[int]]
 
@@ -45,8 +45,8 @@ def found(
     data: Any, collate: Callable[..., Any] = collate, *, size: int = 4, pairs: bool = False, first: Any = None
 ) -> tuple[list[Mapping[str, Any]], int]:
     """Batches of ``size`` samples, and the most samples."""
-    cutter = HostBatches(size, rows_per_sample=2 if pairs else 1)
-    batches = [HostBatch(first or collate([row(3), row(2)]), None, 1)]
+    cutter = TrainerBatches(size, rows_per_sample=2 if pairs else 1)
+    batches = [TrainerBatch(first or collate([row(3), row(2)]), None, 1)]
     loader = SimpleNamespace(dataset=data, collate_fn=collate)
     worst, most = worst_batches(loader, batches, cutter, shows_progress=False)
     return [one.inputs for one in worst.of(size)], most
@@ -193,7 +193,9 @@ def test_no_more_samples_are_tried_than_there_are(rows: int, size: int, most: in
 
 def test_more_batches_can_be_made_to_have_as_many_on_all_ranks() -> None:
     loader = SimpleNamespace(dataset=[row(9), row(3)], collate_fn=collate)
-    worst, _ = worst_batches(loader, [HostBatch(collate([row(3)]), None, 1)], HostBatches(4), shows_progress=False)
+    worst, _ = worst_batches(
+        loader, [TrainerBatch(collate([row(3)]), None, 1)], TrainerBatches(4), shows_progress=False
+    )
     assert (worst.number, len(worst.of(2))) == (1, 1)
     worst.number = 3
     assert [one.inputs["input_ids"].shape for one in worst.of(2)] == [(2, 9)] * 3

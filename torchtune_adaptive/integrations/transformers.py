@@ -26,10 +26,15 @@ from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent
 from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.hosts.host_batches import HostBatch, HostBatches
-from torchtune_adaptive.hosts.known_trainers import check_declared, check_parameters, samples_are_pairs, why_refused
-from torchtune_adaptive.hosts.late_gathers import LateGathers, with_methods
-from torchtune_adaptive.hosts.worst_batches import worst_batches
+from torchtune_adaptive.integrations.batches import TrainerBatch, TrainerBatches
+from torchtune_adaptive.integrations.known_trainers import (
+    check_declared,
+    check_parameters,
+    samples_are_pairs,
+    why_refused,
+)
+from torchtune_adaptive.integrations.late_gathers import LateGathers, with_methods
+from torchtune_adaptive.integrations.worst_batches import worst_batches
 
 log = logging.getLogger(__name__)
 _Host: Any = object  # the trainer whose methods the mixin calls
@@ -63,9 +68,9 @@ class AdaptiveTrainerMixin(_Host):
             raise InputError(reason)
         self._micro_batch_size = micro_batch_size  # None: each training searches
         size = self.args.per_device_train_batch_size if micro_batch_size is None else micro_batch_size
-        self._batches = HostBatches(size, rows_per_sample=2 if are_pairs else 1)
+        self._batches = TrainerBatches(size, rows_per_sample=2 if are_pairs else 1)
         self._memory_options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
-        self._held: list[HostBatch] = []
+        self._held: list[TrainerBatch] = []
         self._recoverable: RecoverableStep[Any] | None = None
         self._gathers = LateGathers(self.accelerator)
         self._held_logs: list[Any] = []  # the arguments of calls of ``log``
@@ -101,7 +106,7 @@ class AdaptiveTrainerMixin(_Host):
         """
         if not self.is_in_train:
             return super().training_step(model, inputs, num_items_in_batch)
-        self._held.append(HostBatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps))
+        self._held.append(TrainerBatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._held = self._held, []
@@ -130,7 +135,7 @@ class AdaptiveTrainerMixin(_Host):
         """Keep what a loss logs until its optimizer step has succeeded."""
         self._held_logs.append([[dict(logs), *args], kwargs])
 
-    def _make_step(self, model: nn.Module, batches: list[HostBatch]) -> RecoverableStep[Any]:
+    def _make_step(self, model: nn.Module, batches: list[TrainerBatch]) -> RecoverableStep[Any]:
         check_parameters(model)
         size = self._micro_batch_size or self.args.per_device_train_batch_size  # which may have changed
         self._batches.size = self._batches.whole_size = size
@@ -166,7 +171,7 @@ class AdaptiveTrainerMixin(_Host):
         reduces_each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return self.args.gradient_accumulation_steps > 1 and not reduces_each
 
-    def _micro_step(self, model: nn.Module, micro_batch: HostBatch) -> torch.Tensor:
+    def _micro_step(self, model: nn.Module, micro_batch: TrainerBatch) -> torch.Tensor:
         self.current_gradient_accumulation_steps = micro_batch.divisor
         with self._gathers.collected(), with_methods(self, log=self._hold_log), self._scaled_by(micro_batch.weight):
             loss = super().training_step(model, micro_batch.inputs, micro_batch.num_items)
@@ -202,7 +207,7 @@ class AdaptiveTrainerMixin(_Host):
         self._gathers.clear()
         self.__dict__.update(copy.deepcopy(self._counted))
 
-    def _search(self, model: Any, batches: list[HostBatch]) -> None:
+    def _search(self, model: Any, batches: list[TrainerBatch]) -> None:
         """Find the micro-batch size. It leaves no trace in the trainer. A collective."""
         if self.args.device.type != "cuda" and not self._memory_options:
             log.info(
@@ -214,7 +219,7 @@ class AdaptiveTrainerMixin(_Host):
         model = model.module if isinstance(model, DistributedDataParallel) else model  # whose reducer cannot be reset
         reduces_once = self._reduces_once() and hasattr(model, "set_requires_gradient_sync")
 
-        def train_step(worst: list[HostBatch]) -> None:
+        def train_step(worst: list[TrainerBatch]) -> None:
             for batch in worst:
                 model.zero_grad()
                 for is_last in (False, True):  # the second micro-step needs more memory: gradients exist

@@ -35,7 +35,7 @@ from transformers.distributed import DistributedConfig
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from torchtune_adaptive import InputError
-from torchtune_adaptive.hosts.transformers import AdaptiveTrainerMixin
+from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 
 warnings.filterwarnings("ignore")
@@ -71,7 +71,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def saved_model(host: str) -> str:
     """The folder of a tiny model, the same for every process of the tests."""
-    folder = f"{os.environ['FOLDER_OF_HOSTS']}/{'classifier' if host == 'reward' else 'causal'}"
+    folder = f"{os.environ['FOLDER_OF_TRAINERS']}/{'classifier' if host == 'reward' else 'causal'}"
     if not os.path.exists(folder):
         made = tempfile.mkdtemp(dir=os.path.dirname(folder))
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """Makes torchtitan 0.3.0 run with torch 2.13, and on CPUs with gloo. Import it before any other module of torchtitan.
 
-As a program it is ``torchtitan.train``: ``torchrun -m tests.hosts.torchtitan_on_cpus --module ... --config ...``.
+As a program it is ``torchtitan.train``: ``torchrun -m tests.integrations.torchtitan_on_cpus --module ...``.
 """
 
 # pyright: reportMissingImports=false

@@ -17,9 +17,9 @@ pytest.importorskip("torchtitan", reason="`make simulated-gpu` runs this file")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch about its own modules
-    from tests.hosts.titan_runs import ROWS, Run, plain_config, recovering, train
+    from tests.integrations.titan_runs import ROWS, Run, plain_config, recovering, train
 
-pytestmark = [pytest.mark.simulated_gpu, pytest.mark.hosts, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.simulated_gpu, pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
 
 SMALL = ROWS // 2
 TOKENS = 512  # of a row, so that the memory of a step follows the rows

@@ -30,7 +30,7 @@ from torch.utils.data import IterableDataset
 from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.recovery.columns import named_values
 from torchtune_adaptive.errors import reason_of
-from torchtune_adaptive.hosts.host_batches import IGNORED, HostBatch, HostBatches
+from torchtune_adaptive.integrations.batches import IGNORED, TrainerBatch, TrainerBatches
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +62,12 @@ class WorstBatches:
         number: of batches; may be increased, to be equal on all ranks.
     """
 
-    def __init__(self, samples: Sequence[Sample], batch: HostBatch, cutter: HostBatches) -> None:
+    def __init__(self, samples: Sequence[Sample], batch: TrainerBatch, cutter: TrainerBatches) -> None:
         self._heaviest, self._batch, self._cutter = _heaviest(samples), batch, cutter
         self._padded_ends = _padded_ends(samples)
         self.number = len(self._heaviest)
 
-    def of(self, num_samples: int) -> list[HostBatch]:
+    def of(self, num_samples: int) -> list[TrainerBatch]:
         """The batches of so many samples."""
         batches = []
         for sample in self._heaviest:
@@ -86,7 +86,7 @@ class WorstBatches:
 
 
 def worst_batches(
-    loader: Any, batches: Sequence[HostBatch], cutter: HostBatches, *, shows_progress: bool
+    loader: Any, batches: Sequence[TrainerBatch], cutter: TrainerBatches, *, shows_progress: bool
 ) -> tuple[WorstBatches, int]:
     """The worst batches, and how many samples a micro-batch can have at most.
 
@@ -100,7 +100,7 @@ def worst_batches(
     one_by_one.size = 1
 
     def samples_of(inputs: Mapping[str, Any]) -> list[Sample]:
-        parts = one_by_one.cut([HostBatch(inputs, None, 1)])
+        parts = one_by_one.cut([TrainerBatch(inputs, None, 1)])
         return [Sample(inputs, number, _sizes(part.inputs)) for number, part in enumerate(parts)]
 
     seen = _Seen([], 0, "the data cannot be indexed")

@@ -132,7 +132,7 @@ class AdaptiveTrainer(Trainer):
 
 
 def _check_config(config: Any) -> None:
-    """Check the settings of which torchtitan has the flags. The rehearsal checks the model itself."""
+    """Check the settings of which torchtitan has the flags. The dry run checks the model itself."""
     refused = []
     if not config.training.disable_cuda_graphs:  # a graph has batches of one shape, and keeps gradients
         refused.append("`--training.disable_cuda_graphs` must be set")
