@@ -115,7 +115,7 @@ $(STAMP): pyproject.toml
 	.venv/bin/python -m pip install 'pip>=25.1' # knows dependency groups
 	.venv/bin/python -m pip install '$(TORCH)' -e '.[torchtune,plot]' --group dev
 	.venv/bin/python -m pip install --no-deps --upgrade --target .venv/torchvision "torchvision==$$(.venv/bin/python -c \
-		'import torch; print("0.%d.*" % (int(torch.__version__.split(".")[1]) + 15))')" # why apart: benchmarks/support/images.py
+		'import torch; print("0.%d.*" % (int(torch.__version__.split(".")[1]) + 15))')" # why apart: tests/support/images.py
 	touch $@
 
 $(PEERS_STAMP): pyproject.toml benchmarks/peers.txt

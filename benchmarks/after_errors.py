@@ -27,9 +27,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.on_ranks import measured_on_ranks, no_assets
 from benchmarks.provenance import provenance
-from benchmarks.support.plain_loops import finish_step, own_shards
-from benchmarks.support.ranks import DEVICE, device_of_rank
 from benchmarks.tables import publish, table
+from tests.support.plain_loops import finish_step, own_shards
+from tests.support.ranks import DEVICE, device_of_rank
 from torchtune_adaptive import MemoryEvent, RecoverableStep
 from torchtune_adaptive.engine.recovery.attempts import Attempt, MemoryPressure
 from torchtune_adaptive.engine.recovery.backoff import NOT_IN_THIS_EPOCH, Backoff

@@ -25,9 +25,9 @@ from tqdm import tqdm
 from benchmarks.forecast_accuracy import Case, config_of, draw_cases, write_checkpoint
 from benchmarks.live import live_recipe, probe_maker, workload_of
 from benchmarks.provenance import provenance
-from benchmarks.support.allocator import rises_by_events
-from benchmarks.support.ranks import run_on_ranks
 from benchmarks.tables import publish, table
+from tests.support.allocator import rises_by_events
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.tiny import make_tiny_assets

@@ -27,9 +27,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 
 from benchmarks.peers.card import card_on
 from benchmarks.provenance import provenance
-from benchmarks.support import ranks
-from benchmarks.support.ranks import DEVICE, run_alone, run_on_ranks
 from benchmarks.tables import publish, table
+from tests.support import ranks
+from tests.support.ranks import DEVICE, run_alone, run_on_ranks
 from torchtune_adaptive.engine.memory.meter import device_memory_bytes
 from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
 from torchtune_adaptive.text import count_text, parse_memory

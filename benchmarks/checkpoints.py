@@ -27,9 +27,10 @@ from benchmarks.live import Watch, live_recipe
 from benchmarks.loop import race
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
-from benchmarks.support.ppo_runs import make_reward_model, ppo_config
-from benchmarks.support.ranks import run_alone, run_on_ranks
-from benchmarks.support.recipe_runs import (
+from benchmarks.tables import publish, spread, table
+from tests.support.ppo_runs import make_reward_model, ppo_config
+from tests.support.ranks import run_alone, run_on_ranks
+from tests.support.recipe_runs import (
     COMMON,
     RECIPES,
     adaptive_recipe,
@@ -38,7 +39,6 @@ from benchmarks.support.recipe_runs import (
     shallow_assets,
     tiny_config,
 )
-from benchmarks.tables import publish, spread, table
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.text import format_bytes

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 from benchmarks.provenance import provenance
-from benchmarks.support.crash_runs import (
+from benchmarks.tables import publish
+from tests.support.crash_runs import (
     CASES,
     SETUPS,
     SIGINT_CASES,
@@ -25,8 +26,7 @@ from benchmarks.support.crash_runs import (
     signals_markdown,
     strike,
 )
-from benchmarks.support.recipe_runs import shallow_assets
-from benchmarks.tables import publish
+from tests.support.recipe_runs import shallow_assets
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "crashes_cpu.md"

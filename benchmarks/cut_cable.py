@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.provenance import provenance
-from benchmarks.support.crash_runs import LONGEST_WAIT_S, ON_TWO_RANKS, Launch, launched, reference_of
-from benchmarks.support.recipe_runs import shallow_assets
-from benchmarks.support.two_machines import Cable, missing, two_machines
 from benchmarks.tables import publish, table
+from tests.support.crash_runs import LONGEST_WAIT_S, ON_TWO_RANKS, Launch, launched, reference_of
+from tests.support.recipe_runs import shallow_assets
+from tests.support.two_machines import Cable, missing, two_machines
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "cut_cable_cpu.md"

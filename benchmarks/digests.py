@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from benchmarks.provenance import provenance
-from benchmarks.support.ranks import run_alone
 from benchmarks.tables import publish, spread, table
+from tests.support.ranks import run_alone
 from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.files import sync

@@ -31,9 +31,9 @@ from tqdm import tqdm
 
 from benchmarks.live import live_recipe, real_steps, search_again, workload_of
 from benchmarks.provenance import provenance
-from benchmarks.support.ranks import run_on_ranks
-from benchmarks.support.recipe_runs import tiny_config
 from benchmarks.tables import publish, table
+from tests.support.ranks import run_on_ranks
+from tests.support.recipe_runs import tiny_config
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES, Probe, SearchResult, usable_bytes
 from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError

@@ -20,8 +20,8 @@ from torchtune.training.lr_schedulers import get_lr
 from benchmarks.live import Watch, live_recipe, timed_step, workload_of
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
-from benchmarks.support.recipe_runs import RecordingLogger, tiny_config
 from benchmarks.tables import publish, spread, table
+from tests.support.recipe_runs import RecordingLogger, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RANKS = 2

@@ -29,8 +29,8 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_sft
 
 from benchmarks.live import Watch, live_recipe
 from benchmarks.provenance import provenance
-from benchmarks.support.recipe_runs import adaptive_recipe, tiny_config
 from benchmarks.tables import publish, table
+from tests.support.recipe_runs import adaptive_recipe, tiny_config
 from torchtune_adaptive.tiny import MODEL_NAME, make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "growth_study_cpu.md"

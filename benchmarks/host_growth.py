@@ -36,8 +36,8 @@ from torch.distributed.fsdp import fully_shard
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from benchmarks.provenance import provenance
-from benchmarks.support.ranks import run_on_ranks
 from benchmarks.tables import publish, table
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.memory.resident import anonymous_bytes
 from torchtune_adaptive.engine.recovery.micro_batches import Slices
 from torchtune_adaptive.engine.recovery.step import RecoverableStep

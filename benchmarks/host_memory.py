@@ -25,9 +25,9 @@ from torchtune.models.convert_weights import tune_to_hf
 from torchtune.models.llama2 import llama2
 
 from benchmarks.provenance import provenance
-from benchmarks.support.ranks import run_alone, run_on_ranks
-from benchmarks.support.recipe_runs import COMMON, adaptive_recipe, finished, tiny_config
 from benchmarks.tables import publish, table
+from tests.support.ranks import run_alone, run_on_ranks
+from tests.support.recipe_runs import COMMON, adaptive_recipe, finished, tiny_config
 from torchtune_adaptive.plan.config_plan import ConfigLaunch
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.trace.client import Tracer

@@ -15,7 +15,7 @@ from torch import nn
 from torchtune import training
 from torchtune.training.activations import checkpoint_wrapper
 
-from benchmarks.support.recipe_runs import adaptive_recipe
+from tests.support.recipe_runs import adaptive_recipe
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.search.probe import Prober

@@ -24,9 +24,9 @@ from benchmarks.live import Watch, live_recipe, train_again
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
 from benchmarks.step_counts import STEPS, Counts, StepCounter
-from benchmarks.support.recipe_runs import RecordingLogger, stock_recipe, tiny_config
 from benchmarks.tables import publish, spread, table
 from benchmarks.turns import turns
+from tests.support.recipe_runs import RecordingLogger, stock_recipe, tiny_config
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "loop_cpu.md"

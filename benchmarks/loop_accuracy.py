@@ -29,8 +29,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.provenance import provenance
-from benchmarks.support.ranks import run_on_ranks
 from benchmarks.tables import publish, table
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.engine.progress import Bar

@@ -21,8 +21,8 @@ from torchtune.models.llama2 import llama2
 from benchmarks.live import live_recipe
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
-from benchmarks.support.recipe_runs import tiny_config
 from benchmarks.tables import publish, table
+from tests.support.recipe_runs import tiny_config
 from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.engine.search.throughput import smallest_near_best
 from torchtune_adaptive.settings import Objective

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive.tiny import make_tiny_assets
 
 Measured = TypeVar("Measured")

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.on_ranks import measured_on_ranks, no_assets
 from benchmarks.provenance import provenance
-from benchmarks.support.plain_loops import finish_step, own_shards
 from benchmarks.tables import middle, publish, table
 from benchmarks.turns import turns
+from tests.support.plain_loops import finish_step, own_shards
 from torchtune_adaptive import RecoverableStep
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 

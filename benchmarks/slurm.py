@@ -19,10 +19,10 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.provenance import provenance
-from benchmarks.support.crash_runs import ON_TWO_RANKS, Reference, finished, last_weights, reference_of
-from benchmarks.support.recipe_runs import shallow_assets
-from benchmarks.support.slurm import Job, cluster, missing, said_by
 from benchmarks.tables import publish, table
+from tests.support.crash_runs import ON_TWO_RANKS, Reference, finished, last_weights, reference_of
+from tests.support.recipe_runs import shallow_assets
+from tests.support.slurm import Job, cluster, missing, said_by
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "slurm_cpu.md"

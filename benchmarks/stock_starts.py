@@ -27,10 +27,11 @@ from torchtune.models.llama2 import llama2, lora_llama2
 from tqdm import tqdm
 
 from benchmarks.provenance import provenance
-from benchmarks.support import images
-from benchmarks.support.ppo_runs import make_reward_model, ppo_config
-from benchmarks.support.ranks import DEVICE, RanksFailedError, run_alone, run_on_ranks
-from benchmarks.support.recipe_runs import (
+from benchmarks.tables import publish, table
+from tests.support import images
+from tests.support.ppo_runs import make_reward_model, ppo_config
+from tests.support.ranks import DEVICE, RanksFailedError, run_alone, run_on_ranks
+from tests.support.recipe_runs import (
     RECIPES,
     TEACHER_NAME,
     RecordingLogger,
@@ -38,7 +39,6 @@ from benchmarks.support.recipe_runs import (
     finished,
     shallow_assets,
 )
-from benchmarks.tables import publish, table
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.stock.configs import load_config
 from torchtune_adaptive.tiny import DATA_NAME, MODEL_GEOMETRY, MODEL_NAME, PAIRS_NAME, TOKENIZER_NAME, make_tiny_assets

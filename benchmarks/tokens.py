@@ -31,9 +31,9 @@ from torchtune.datasets import PackedDataset
 from benchmarks.live import live_recipe, timed_step, workload_of
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
-from benchmarks.support.recipe_runs import tiny_config
 from benchmarks.tables import publish, spread, table
 from benchmarks.turns import turns
+from tests.support.recipe_runs import tiny_config
 from torchtune_adaptive.training.batch import limits
 from torchtune_adaptive.training.batch.loader import StepSamples
 from torchtune_adaptive.training.batch.row_format import Row

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.on_gpu.neighbour import Neighbour
-from benchmarks.support.ranks import device_of_rank, run_on_ranks
+from tests.support.ranks import device_of_rank, run_on_ranks
 
 pytestmark = pytest.mark.simulated_gpu
 MIB = 2**20

@@ -21,7 +21,7 @@ from benchmarks.on_gpu.random_recipe import (
 )
 from benchmarks.on_gpu.ranks import Resized
 from benchmarks.on_gpu.stage import Section, Stage
-from benchmarks.support.recipe_runs import local_parameters, same_bits
+from tests.support.recipe_runs import local_parameters, same_bits
 from torchtune_adaptive.engine.memory.meter import device_memory_bytes
 from torchtune_adaptive.plan.calibrate import CudaCard
 from torchtune_adaptive.testing import ballast

@@ -16,7 +16,7 @@ from torchtune import training
 from benchmarks.live import Watch, kind_of, live_recipe
 from benchmarks.on_gpu.random_rows import Lengths
 from benchmarks.on_gpu.stage import Stage
-from benchmarks.support.recipe_runs import RecordingLogger, adaptive_recipe, stock_recipe
+from tests.support.recipe_runs import RecordingLogger, adaptive_recipe, stock_recipe
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.stock.checkpoints import AtomicCheckpointer
 from torchtune_adaptive.stock.configs import load_config

@@ -16,7 +16,7 @@ from benchmarks.on_gpu.observed import Observed
 from benchmarks.on_gpu.random_recipe import compute_alike, events_of, let_go, live_random_recipe, logged, random_config
 from benchmarks.on_gpu.stage import Section, Stage
 from benchmarks.on_gpu.staged import stage_collectives
-from benchmarks.support.recipe_runs import local_parameters, same_bits
+from tests.support.recipe_runs import local_parameters, same_bits
 from torchtune_adaptive.testing import ballast
 
 BATCH_SIZE, EPOCHS, STEPS = 8, 2, 5  # rows per rank, steps per epoch

@@ -19,7 +19,7 @@ from benchmarks.forecast_accuracy import (
     write_checkpoint,
 )
 from benchmarks.live import live_recipe, workload_of
-from benchmarks.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 from tests.support.toys import search_result
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.plan.trace.peaks import TracedStep

@@ -13,8 +13,8 @@ from benchmarks.on_gpu import recovery
 from benchmarks.on_gpu.random_recipe import live_random_recipe, logged, random_config
 from benchmarks.on_gpu.stage import SIMULATED, Section, Stage, stage_for
 from benchmarks.on_gpu.staged import stage_collectives
-from benchmarks.support.ranks import run_on_ranks
-from benchmarks.support.recipe_runs import local_parameters
+from tests.support.ranks import run_on_ranks
+from tests.support.recipe_runs import local_parameters
 
 
 @pytest.fixture

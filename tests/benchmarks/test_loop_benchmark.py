@@ -10,7 +10,7 @@ import torch
 from benchmarks.live import train_again
 from benchmarks.loop import OFF, ON, STOCK, recipe_of
 from benchmarks.step_counts import STEPS, Counts, StepCounter
-from benchmarks.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 pytestmark = pytest.mark.exhaustive
 VARIANTS = (STOCK, ON, OFF)

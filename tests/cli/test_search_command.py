@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from benchmarks.support.ppo_runs import LIMIT_BYTES, ppo_assets, ppo_config
-from benchmarks.support.recipe_runs import SHALLOW, adaptive_recipe, set_up, shallow_assets, tiny_config, trained
 from tests.recipes.test_tune_run import REPOSITORY, SHORT, tune_run
+from tests.support.ppo_runs import LIMIT_BYTES, ppo_assets, ppo_config
 from tests.support.program import Ended, Program
+from tests.support.recipe_runs import SHALLOW, adaptive_recipe, set_up, shallow_assets, tiny_config, trained
 from tests.support.run_logs import events_in, lines_in
 from tests.support.toys import search_result
 from torchtune_adaptive.cli import search

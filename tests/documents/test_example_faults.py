@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.support.ranks import run_on_ranks
 from examples.fsdp2_loop import SAMPLES_PER_STEP, make_model, micro_step, train
 from tests.support.faults import same_bits, tensors_of, under
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import RecoverableStep
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.recovery.backoff import Backoff

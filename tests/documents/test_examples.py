@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.ranks import run_on_ranks
 from examples import fsdp2_loop, titan_style
 from tests.support.faults import same_bits
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import MemoryEvent, RecoverableStep
 from torchtune_adaptive.engine.memory.operations import plain_parts
 from torchtune_adaptive.engine.recovery.micro_batches import Slices

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.ranks import run_alone, run_on_ranks
+from tests.support.ranks import run_alone, run_on_ranks
 
 pytest.importorskip("trl", reason="`make simulated-gpu` runs this file")
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.ranks import run_on_ranks
 from tests.support.documents import blocks
+from tests.support.ranks import run_on_ranks
 
 pytest.importorskip("torchtitan", reason="torchtitan is in tests/integrations/requirements_torchtitan.txt")
 

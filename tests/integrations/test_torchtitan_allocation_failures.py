@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 pytest.importorskip("torchtitan", reason="`make simulated-gpu` runs this file")
 

@@ -34,11 +34,11 @@ from transformers import (
     TrainerCallback,
 )
 
-from benchmarks.support import ranks
-from benchmarks.support.ranks import run_on_ranks
 from tests.integrations import trainers
 from tests.integrations.trainers import BATCH, HOSTS, LIMITS, comparisons, difference, make, trained, with_fault
+from tests.support import ranks
 from tests.support.documents import blocks
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import InputError, NothingFitsError, RecoverableStep
 from torchtune_adaptive.errors import CannotCutError
 from torchtune_adaptive.integrations import transformers as hosts

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torchtitan.tools.utils as utils
 from torch.distributed.fsdp import FSDPModule
 
-from benchmarks.support.ranks import DEVICE
+from tests.support.ranks import DEVICE
 
 _GIB = 2**30
 # What torchtitan asks of a device module, and `torch.cpu` does not have.

@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.support import images
-from benchmarks.support.ranks import run_alone, run_on_ranks
-from benchmarks.support.recipe_runs import adaptive_recipe, metered_step, set_up, tiny_config, without_saving
+from tests.support import images
+from tests.support.ranks import run_alone, run_on_ranks
+from tests.support.recipe_runs import adaptive_recipe, metered_step, set_up, tiny_config, without_saving
 from torchtune_adaptive.engine.search.probe import Prober
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.engine.search.workload import Workload

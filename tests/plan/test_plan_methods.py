@@ -8,8 +8,9 @@ import pytest
 from omegaconf import DictConfig
 from torch import nn
 
-from benchmarks.support.ranks import run_alone, run_on_ranks
-from benchmarks.support.recipe_runs import (
+from tests.recipes.test_tensor_parallel import TWO
+from tests.support.ranks import run_alone, run_on_ranks
+from tests.support.recipe_runs import (
     SHALLOW,
     adaptive_recipe,
     metered_step,
@@ -18,7 +19,6 @@ from benchmarks.support.recipe_runs import (
     tiny_config,
     without_saving,
 )
-from tests.recipes.test_tensor_parallel import TWO
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.engine.search.probe import Prober
 from torchtune_adaptive.engine.search.strategies import Probe

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune.modules import KVCache, attention
 
-from benchmarks.support.ppo_runs import (
+from tests.support.ppo_runs import (
     ANSWERS,
     ANSWERS_PER_STEP,
     LIMIT_BYTES,
@@ -19,8 +19,8 @@ from benchmarks.support.ppo_runs import (
     ppo_assets,
     ppo_config,
 )
-from benchmarks.support.ranks import run_alone
-from benchmarks.support.recipe_runs import local_parameters, same_bits
+from tests.support.ranks import run_alone
+from tests.support.recipe_runs import local_parameters, same_bits
 from tests.support.run_logs import events_in
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.errors import InputError

@@ -14,8 +14,8 @@ from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from benchmarks.support.crash_runs import Case, Reference, Setup, reference_of, strike
-from benchmarks.support.ppo_runs import (
+from tests.support.crash_runs import Case, Reference, Setup, reference_of, strike
+from tests.support.ppo_runs import (
     ANSWERS,
     LIMIT_BYTES,
     PROMPT_TOKENS,
@@ -24,8 +24,8 @@ from benchmarks.support.ppo_runs import (
     ppo_assets,
     ppo_config,
 )
-from benchmarks.support.ranks import run_alone
-from benchmarks.support.recipe_runs import RecordingLogger, local_parameters, same_bits
+from tests.support.ranks import run_alone
+from tests.support.recipe_runs import RecordingLogger, local_parameters, same_bits
 from tests.support.run_logs import events_in
 from torchtune_adaptive.errors import InputError, RunEnded
 from torchtune_adaptive.ppo import recipe as ppo

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.support.ranks import run_on_ranks
-from benchmarks.support.recipe_runs import (
+from tests.support.ranks import run_on_ranks
+from tests.support.recipe_runs import (
     COMMON,
     TEACHER_NAME,
     adaptive_recipe,

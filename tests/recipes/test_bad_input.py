@@ -8,9 +8,9 @@ import pytest
 import torch
 from torchtune.models.llama2 import llama2
 
-from benchmarks.support.ranks import run_on_ranks
-from benchmarks.support.recipe_runs import SHALLOW, adaptive_recipe, set_up, shallow_assets, tiny_config
 from tests.recipes.test_tune_run import tune_run
+from tests.support.ranks import run_on_ranks
+from tests.support.recipe_runs import SHALLOW, adaptive_recipe, set_up, shallow_assets, tiny_config
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import named_by_path
 from torchtune_adaptive.tiny import MODEL_GEOMETRY
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[list[str], str]] = {
         " but has 100 samples.",
     ),
     "data set without samples": (
-        ["dataset._component_=benchmarks.support.recipe_runs.no_samples"],
+        ["dataset._component_=tests.support.recipe_runs.no_samples"],
         "must have samples, but has 0.",
     ),
     "empty split": (["dataset.split=train[:0]"], "`dataset` must be one that can be created, but failed with {"),

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.ranks import run_alone
-from benchmarks.support.recipe_runs import shallow_assets
 from tests.recipes.test_methods import check_parity, check_recovery, check_resume, check_search
 from tests.support.method_runs import STRATEGIES, Trials
+from tests.support.ranks import run_alone
+from tests.support.recipe_runs import shallow_assets
 
 
 def _trials(name: str, assets: Path, output_dir: Path) -> Trials:

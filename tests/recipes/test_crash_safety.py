@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.crash_runs import (
+from tests.support.crash_runs import (
     CASES,
     ON_ONE_DEVICE,
     ON_TWO_RANKS,
@@ -40,7 +40,7 @@ from benchmarks.support.crash_runs import (
     reference_of,
     strike,
 )
-from benchmarks.support.recipe_runs import shallow_assets
+from tests.support.recipe_runs import shallow_assets
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 
@@ -58,7 +58,7 @@ ON_ANY_RANKS = Setup(
         "adaptive.global_batch_size": 8,
         "adaptive.save_every_n_steps": 5,
         "adaptive.oom_recovery": False,  # its dry run reads rows too
-        "collate_fn": "benchmarks.support.crash_runs.recording_collate",
+        "collate_fn": "tests.support.crash_runs.recording_collate",
     },
 )
 

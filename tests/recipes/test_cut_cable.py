@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.cut_cable import SCENARIOS, Outcome, Scenarios
-from benchmarks.support.two_machines import missing
+from tests.support.two_machines import missing
 
 pytestmark = pytest.mark.exhaustive
 GOES_ON = {"undisturbed", "slow", "lossy", "cut_for_a_moment", "unplugged_for_a_moment"}

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from benchmarks.support import images
-from benchmarks.support.crash_runs import Case, Setup, reference_of, strike
-from benchmarks.support.ranks import run_alone, run_on_ranks
-from benchmarks.support.recipe_runs import COMMON, adaptive_recipe, finished, set_up, tiny_config, without_saving
 from tests.recipes.test_methods import check_parity, check_recovery, check_resume, check_search
 from tests.recipes.test_recovery_recipes import check_tune_run_with_faults
+from tests.support import images
+from tests.support.crash_runs import Case, Setup, reference_of, strike
 from tests.support.method_runs import STRATEGIES, Trials
+from tests.support.ranks import run_alone, run_on_ranks
+from tests.support.recipe_runs import COMMON, adaptive_recipe, finished, set_up, tiny_config, without_saving
 from torchtune_adaptive.errors import InputError
 
 ALL_KINDS = ("full", "lora", "full_single", "lora_single")

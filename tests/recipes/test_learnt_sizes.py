@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
-from benchmarks.support.ranks import RanksFailedError, run_on_ranks
-from benchmarks.support.recipe_runs import (
+from tests.support.ranks import RanksFailedError, run_on_ranks
+from tests.support.recipe_runs import (
     SHALLOW,
     adaptive_recipe,
     finished,

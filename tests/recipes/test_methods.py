@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.ranks import run_alone, run_on_ranks
-from benchmarks.support.recipe_runs import RECIPES, shallow_assets
 from tests.support.method_runs import LOGGED_OTHERWISE, ROWS_THAT_FIT, STRATEGIES, Trials
+from tests.support.ranks import run_alone, run_on_ranks
+from tests.support.recipe_runs import RECIPES, shallow_assets
 
 # Finetuning has test files of its own, and the others combine features of the remaining kinds: exhaustive tests only.
 ELSEWHERE = (

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.recipe_runs import shallow_assets
 from tests.recipes.test_tune_run import REPOSITORY
+from tests.support.recipe_runs import shallow_assets
 from torchtune_adaptive import output
 from torchtune_adaptive.output import tolerate_lost_output
 

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from benchmarks.support.ranks import run_alone, run_on_ranks
-from benchmarks.support.recipe_runs import (
+from tests.support.ranks import run_alone, run_on_ranks
+from tests.support.recipe_runs import (
     SHALLOW,
     adaptive_recipe,
     finished,

@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 from torch.utils.data import DistributedSampler
 
-from benchmarks.support.ranks import run_alone, run_on_ranks
-from benchmarks.support.recipe_runs import (
+from tests.support.method_runs import QUICK, ROWS_THAT_FIT, STRATEGIES, Trials
+from tests.support.ranks import run_alone, run_on_ranks
+from tests.support.recipe_runs import (
     SHALLOW,
     Step,
     adaptive_recipe,
@@ -21,7 +22,6 @@ from benchmarks.support.recipe_runs import (
     tiny_config,
     without_saving,
 )
-from tests.support.method_runs import QUICK, ROWS_THAT_FIT, STRATEGIES, Trials
 from tests.support.run_logs import events_in
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training import trainer
@@ -106,7 +106,7 @@ def _tensor_rate(tiny_dir: Path, output_dir: Path) -> list[float]:
     """The options of an optimizer whose rate is a tensor, as torchao's are, after a search and some steps."""
     options: dict[str, Any] = SHALLOW | {"epochs": 1, "max_steps_per_epoch": 3, "tokenizer__max_seq_len": 64}
     options |= {"use_maximum_batch_size": True, "adaptive__memory_limit": LIMIT, "adaptive__max_batch_size": 4}
-    options["optimizer"] = {"_component_": "benchmarks.support.recipe_runs.adamw_with_tensor_rate", "lr": 1e-3}
+    options["optimizer"] = {"_component_": "tests.support.recipe_runs.adamw_with_tensor_rate", "lr": 1e-3}
     _, _, recipe = finished(
         without_saving(adaptive_recipe("full")), tiny_config("full", tiny_dir, output_dir, **options)
     )

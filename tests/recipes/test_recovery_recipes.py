@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torchtune import training
 
-from benchmarks.support.ranks import run_on_ranks
-from benchmarks.support.recipe_runs import (
+from tests.recipes.test_tune_run import tune_run
+from tests.support.ranks import run_on_ranks
+from tests.support.recipe_runs import (
     SHALLOW,
     RecordingLogger,
     adaptive_recipe,
@@ -29,7 +30,6 @@ from benchmarks.support.recipe_runs import (
     with_sizes_fitted,
     without_saving,
 )
-from tests.recipes.test_tune_run import tune_run
 from tests.support.run_logs import events_in
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.errors import NothingFitsError

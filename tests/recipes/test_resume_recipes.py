@@ -12,8 +12,8 @@ import torch
 import torch._inductor.config as inductor
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
-from benchmarks.support.ranks import RanksFailedError, run_on_ranks
-from benchmarks.support.recipe_runs import (
+from tests.support.ranks import RanksFailedError, run_on_ranks
+from tests.support.recipe_runs import (
     SHALLOW,
     adaptive_recipe,
     finished,

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from benchmarks.support.ranks import run_on_ranks
-from benchmarks.support.recipe_runs import (
+from tests.support.growth_functions import Recording
+from tests.support.method_runs import QUICK
+from tests.support.ranks import run_on_ranks
+from tests.support.recipe_runs import (
     SHALLOW,
     adaptive_recipe,
     finished,
@@ -16,8 +18,6 @@ from benchmarks.support.recipe_runs import (
     tiny_config,
     without_saving,
 )
-from tests.support.growth_functions import Recording
-from tests.support.method_runs import QUICK
 from torchtune_adaptive.testing import Fault, faults_in
 
 # By name: overrides for steps of `rows` rows on each of two ranks, and faults by optimizer step and micro-step.

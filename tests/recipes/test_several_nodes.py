@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.support.crash_runs import Launch, Setup, finished, last_weights, launched, step_difference
+from tests.support.crash_runs import Launch, Setup, finished, last_weights, launched, step_difference
 from tests.support.run_logs import events_in
 
 SHORT = {"epochs": 1, "max_steps_per_epoch": 4, "tokenizer.max_seq_len": 128}

@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.support.ranks import run_on_ranks
-from benchmarks.support.recipe_runs import (
+from tests.support.ranks import run_on_ranks
+from tests.support.recipe_runs import (
     SHALLOW,
     adaptive_recipe,
     set_up,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from benchmarks.slurm import SCENARIOS, Outcome, Scenarios
-from benchmarks.support.slurm import cluster, missing
+from tests.support.slurm import cluster, missing
 
 pytestmark = pytest.mark.exhaustive
 REQUEUED = "REQUEUED, then COMPLETED, 0:0"

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from benchmarks.support.ranks import run_on_ranks
-from benchmarks.support.recipe_runs import (
+from tests.recipes.test_methods import check_recovery, check_resume, check_search
+from tests.recipes.test_recovery_recipes import check_tune_run_with_faults
+from tests.support.method_runs import STRATEGIES, Trials
+from tests.support.ranks import run_on_ranks
+from tests.support.recipe_runs import (
     COMMON,
     adaptive_recipe,
     set_up,
@@ -16,9 +19,6 @@ from benchmarks.support.recipe_runs import (
     stock_recipe,
     tiny_config,
 )
-from tests.recipes.test_methods import check_recovery, check_resume, check_search
-from tests.recipes.test_recovery_recipes import check_tune_run_with_faults
-from tests.support.method_runs import STRATEGIES, Trials
 from torchtune_adaptive.errors import InputError
 
 TWO = {

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from benchmarks.support.ppo_runs import ppo_assets, ppo_config
-from benchmarks.support.recipe_runs import RECIPES, SHALLOW, shallow_assets, tiny_config
+from tests.support.ppo_runs import ppo_assets, ppo_config
+from tests.support.recipe_runs import RECIPES, SHALLOW, shallow_assets, tiny_config
 from tests.support.run_logs import events_in
 from torchtune_adaptive.tiny import MODEL_GEOMETRY
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.recipe_runs import adaptive_recipe, shallow_assets
 from tests.recipes.test_tune_run import tune_run
+from tests.support.recipe_runs import adaptive_recipe, shallow_assets
 from torchtune_adaptive.launch import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
 
-from benchmarks.support.recipe_runs import SHALLOW, adaptive_recipe, shallow_assets, tiny_config
+from tests.support.recipe_runs import SHALLOW, adaptive_recipe, shallow_assets, tiny_config
 from tests.support.toys import without_torchvision
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.launch import check_first, filter_messages
@@ -251,7 +251,7 @@ def test_a_component_that_needs_torchvision_is_refused_without_it(monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The import path:DeprecationWarning")  # torchtune's, of its own phi4
 def test_the_keys_and_values_of_every_config_pass() -> None:
-    importlib.import_module("benchmarks.support.images")  # which finds torchvision
+    importlib.import_module("tests.support.images")  # which finds torchvision
     configs = every_config()
     assert len(configs) > 150
     for cfg in configs:
@@ -414,7 +414,7 @@ def test_values_of_stock_keys_are_checked(config: dict[str, Any], sentence: str)
         {"fake_quant_after_n_steps": 0, "kd_ratio": 1, "compile": None, "shuffle": 1, "clip_grad_norm": float("inf")},
         {"fsdp_cpu_offload": True, "enable_async_checkpointing": True},
         ON_CPU | {"fsdp_cpu_offload": False, "enable_async_checkpointing": True},
-        {"optimizer": {"_component_": "benchmarks.support.recipe_runs.adamw_with_tensor_rate"}},
+        {"optimizer": {"_component_": "tests.support.recipe_runs.adamw_with_tensor_rate"}},
         {"output_dir": "x~", "checkpointer": {"output_dir": "${output_dir}/~"}},
     ],
 )

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torchtune import config
 
-from benchmarks.support.ranks import run_alone
-from benchmarks.support.recipe_runs import adaptive_recipe, tiny_config
+from tests.support.ranks import run_alone
+from tests.support.recipe_runs import adaptive_recipe, tiny_config
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.stock.load import connecting, setting_up, start_process_group
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.support.recipe_runs import COMMON, adaptive_recipe, set_up, shallow_assets, tiny_config, trained
+from tests.support.recipe_runs import COMMON, adaptive_recipe, set_up, shallow_assets, tiny_config, trained
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.stock import recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe

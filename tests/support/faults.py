@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.support.ranks import DEVICE
+from tests.support.ranks import DEVICE
 from torchtune_adaptive.engine.distributed.fsdp_state import fsdp_states, param_groups
 from torchtune_adaptive.engine.memory.operations import plain_parts
 from torchtune_adaptive.testing import Fault

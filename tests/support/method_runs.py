@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from benchmarks.support.recipe_runs import (
+from tests.support.recipe_runs import (
     COMMON,
     adaptive_recipe,
     finished,

@@ -22,8 +22,8 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from benchmarks.support.ranks import DEVICE, device_of_rank
 from tests.support.faults import same_bits, tensors_of, under
+from tests.support.ranks import DEVICE, device_of_rank
 from torchtune_adaptive.engine.distributed import ddp_ledger
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import param_groups

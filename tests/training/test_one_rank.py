@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import training
 
-from benchmarks.support.ranks import run_alone, run_on_ranks
-from benchmarks.support.recipe_runs import (
+from tests.support.ranks import run_alone, run_on_ranks
+from tests.support.recipe_runs import (
     SHALLOW,
     Step,
     adaptive_recipe,

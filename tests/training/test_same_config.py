@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training.same_config import _agree, check_same_config

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.support.ranks import run_on_ranks
 from tests.support import growth_functions
 from tests.support.loaders import step_loader
+from tests.support.ranks import run_on_ranks
 from tests.support.run_logs import events_in
 from tests.support.toys import STATE, search_result
 from torchtune_adaptive.engine.distributed.consensus import Consensus

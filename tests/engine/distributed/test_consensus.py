@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from benchmarks.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, RunEnded
 

@@ -22,8 +22,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.support.ranks import run_on_ranks
 from tests.support.faults import WIDTH, ShardedTrainee, change_fsdp_settings, fsdp_settings, same_bits
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.distributed import fsdp_ledger
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_ledger import FsdpLedger

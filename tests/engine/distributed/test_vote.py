@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.support.ranks import run_on_ranks
 from tests.support.faults import FailsAt, ShardedTrainee, same_bits
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.snapshot import restore_on_exit
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together

@@ -16,7 +16,7 @@ from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 
-from benchmarks.support.allocator import rises_by_events
+from tests.support.allocator import rises_by_events
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.meter import device_memory_bytes

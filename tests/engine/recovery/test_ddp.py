@@ -15,9 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.fsdp import MixedPrecision
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.support.ranks import run_on_ranks
 from tests.support.faults import same_bits
 from tests.support.layers import RunningMean
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import CannotRecoverError, RecoverableStep
 from torchtune_adaptive.engine.distributed.ddp_ledger import buckets_of
 from torchtune_adaptive.testing import Fault, wrap_micro_steps

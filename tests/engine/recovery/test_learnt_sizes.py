@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.support.ranks import run_on_ranks
 from tests.support.faults import same_bits, under
+from tests.support.ranks import run_on_ranks
 from tests.support.recovery_trials import every, left_behind
 from torchtune_adaptive import MemoryEvent, RecoverableStep
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.support.ranks import run_alone, run_on_ranks
 from tests.support.documents import REPOSITORY, blocks
 from tests.support.faults import WIDTH, same_bits, tensors_of, under
 from tests.support.layers import RunningMean
+from tests.support.ranks import run_alone, run_on_ranks
 from tests.support.recovery_trials import ROWS, Case, Trials, every
 from torchtune_adaptive import (
     InputError,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from benchmarks.support.ranks import DEVICE, run_on_ranks
+from tests.support.ranks import DEVICE, run_on_ranks
 from tests.support.recovery_trials import CPU, ROWS, Case, Tally, Trials, every
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.ledger import CollectiveStateUnknownError, Ledger

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.support.ranks import run_on_ranks
 from tests.support.faults import fsdp_settings, same_bits, tensors_of
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import CannotRecoverError, InputError, RecoverableStep
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 

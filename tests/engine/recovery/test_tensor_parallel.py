@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from benchmarks.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import CannotRecoverError, RecoverableStep
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 

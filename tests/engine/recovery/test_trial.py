@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from benchmarks.support.ranks import run_on_ranks
 from tests.support.faults import same_bits
 from tests.support.layers import RunningMean
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import CannotRecoverError, InputError, RecoverableStep
 from torchtune_adaptive.engine.recovery.fixed_randomness import FixedRandomness
 from torchtune_adaptive.errors import CannotCutError

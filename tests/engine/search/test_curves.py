@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.support.ranks import run_on_ranks
 from tests.engine.search.test_find_max_batch_size import CPU, peak_of
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import SearchResult, find_max_batch_size
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.meter import MemoryMeter

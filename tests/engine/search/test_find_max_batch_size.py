@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.support.ranks import run_on_ranks
 from tests.support.faults import ShardedTrainee, change_fsdp_settings, fsdp_settings, same_bits
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import InputError, NothingFitsError, SearchResult, find_max_batch_size
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.meter import device_memory_bytes

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.support.ranks import run_on_ranks
 from tests.engine.search.test_find_max_batch_size import peak_of
 from tests.support.faults import ShardedTrainee, same_bits
+from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import InputError, NothingFitsError, TokenSearchResult, find_max_tokens
 
 SEQ_LEN, VOCABULARY, WIDTH = 128, 50, 8

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from benchmarks.support.ranks import run_alone
+from tests.support.ranks import run_alone
 from torchtune_adaptive.plan.trace import client
 from torchtune_adaptive.plan.trace.events import BEFORE_STEP, Operation, StepEvents
 from torchtune_adaptive.plan.trace.worker import _answer

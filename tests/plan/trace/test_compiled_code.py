@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules.loss import CEWithChunkedOutputLoss, ForwardKLWithChunkedOutputLoss
 
-from benchmarks.support.allocator import rises_by_events
+from tests.support.allocator import rises_by_events
 from torchtune_adaptive.plan.trace import compiled_code
 from torchtune_adaptive.plan.trace.compiled_code import compile_layers, compile_loss
 from torchtune_adaptive.plan.trace.fake_tensors import fake_like, make_fake

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torchtune import config
 
-from benchmarks.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 from tests.support.toys import without_torchvision
 from torchtune_adaptive.engine.memory.timeline import Timeline
 from torchtune_adaptive.errors import InputError, TracingError

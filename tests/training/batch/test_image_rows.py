@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_sft, padded_collate_tiled_images_and_mask
 
-from benchmarks.support import images
+from tests.support import images
 from tests.training.batch.test_row_format import OneOf
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError

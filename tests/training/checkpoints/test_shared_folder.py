@@ -7,7 +7,7 @@ from unittest import mock
 
 from omegaconf import DictConfig
 
-from benchmarks.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError

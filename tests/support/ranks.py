@@ -28,7 +28,7 @@ IMPORTED_ONCE = [
     "adaptive_full_finetune_single_device",
     "adaptive_lora_finetune_distributed",
     "adaptive_lora_finetune_single_device",
-    "benchmarks.support.recipe_runs",
+    "tests.support.recipe_runs",
 ]
 _LAST_WORDS = 8000  # characters
 _GRACE_S = 5.0  # how long the peers of a failed rank may take to report what happened to them

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.crash_runs import LONGEST_WAIT_S, REPOSITORY, Run, Setup
+from tests.support.crash_runs import LONGEST_WAIT_S, REPOSITORY, Run, Setup
 
 SCRIPT = REPOSITORY / "examples" / "slurm" / "train.sbatch"
 NODES = ("n1", "n2")

@@ -177,7 +177,7 @@ class Run:
         overrides = {
             "tiny_dir": assets,
             "output_dir": self.out,
-            "metric_logger._component_": "benchmarks.support.crash_runs.ExactLogger",
+            "metric_logger._component_": "tests.support.crash_runs.ExactLogger",
             "metric_logger.log_dir": self._logs,
             "resume_from_checkpoint": resume,
         }

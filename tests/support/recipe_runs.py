@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchtune import training
 from torchtune.training.metric_logging import MetricLoggerInterface
 
-from benchmarks.support.ranks import DEVICE
+from tests.support.ranks import DEVICE
 from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
@@ -138,7 +138,7 @@ def tiny_config(kind: str, tiny_dir: Path, output_dir: Path, **overrides: Any) -
     method = kind.removesuffix("_single")
     cfg = copy.deepcopy(_loaded(f"tiny/{method.partition('_')[0]}"))
     quiet = {"tiny_dir": str(tiny_dir), "output_dir": str(output_dir), "device": DEVICE}
-    quiet |= {"metric_logger": {"_component_": "benchmarks.support.recipe_runs.RecordingLogger"}}
+    quiet |= {"metric_logger": {"_component_": "tests.support.recipe_runs.RecordingLogger"}}
     for key, value in (METHODS[method] | quiet | overrides).items():
         if value == "${checkpointer}":
             value = OmegaConf.create(OmegaConf.to_container(cfg.checkpointer))

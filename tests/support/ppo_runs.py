@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from benchmarks.support.recipe_runs import RecordingLogger, shallow_assets
+from tests.support.recipe_runs import RecordingLogger, shallow_assets
 from torchtune_adaptive.stock.configs import load_config
 from torchtune_adaptive.tiny import DATA_NAME, MODEL_GEOMETRY, MODEL_NAME, TOKENIZER_NAME
 
@@ -57,7 +57,7 @@ def ppo_config(assets: Path, output_dir: Path, **overrides: Any) -> DictConfig:
         "compile": False,
         "seed": 0,
         "output_dir": str(output_dir),
-        "metric_logger": {"_component_": "benchmarks.support.recipe_runs.RecordingLogger"},
+        "metric_logger": {"_component_": "tests.support.recipe_runs.RecordingLogger"},
         "tokenizer": {
             "_component_": "torchtune.models.llama2.llama2_tokenizer",
             "path": str(assets / TOKENIZER_NAME),

@@ -1,1 +1,0 @@
-"""What benchmarks share with tests: ranks, tiny recipes, and launched runs."""
