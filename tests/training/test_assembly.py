@@ -1,6 +1,6 @@
 """A trainer built from a recipe's parts searches, trains, recovers, grows and resumes without a recipe."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -19,6 +18,8 @@ from torchtune.training import create_optim_in_bwd_wrapper
 from tests.support.run_logs import events_in, lines_in
 from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.memory.devices import meter_of_run
+from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.errors import CannotCutError, InputError, RunEnded
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
@@ -27,10 +28,11 @@ from torchtune_adaptive.training.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.training.batch.row_format import Row, TokenRows
 from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder, write_state
 from torchtune_adaptive.training.objectives import NextToken
-from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerStep
+from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerPolicy, OptimizerStep
 from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.run_log import LOG_NAME
 from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.train_step import TrainStep
 from torchtune_adaptive.training.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
@@ -82,27 +84,22 @@ class Recipe:
         self.model, self.logger = TinyModel(), Logger()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.saved: list[int] = []
+        self.stop_requested: Callable[[], bool] = lambda: False
         self.states: list[AdaptiveState] = []
         generator = torch.Generator().manual_seed(0)
         tokens = [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
         dataset: Any = [{"tokens": row, "labels": row} for row in tokens]
-        loss = nn.CrossEntropyLoss(ignore_index=IGNORED)
         self.parts = RecipeParts(
-            models=[self.model],
-            objective=NextToken(self.model, loss, nullcontext(), weight_depends_on_cut=False),
-            optimizer_policy=OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=1.0),
-            release=lambda: None,
+            step=self.step(OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=1.0)),
             scheduler=self.build_scheduler(12, -1),
             build_scheduler=self.build_scheduler,
             sampler=StatefulDistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0),
-            collate=collate,
             row_format=TokenRows(IGNORED),
             tokenizer_max_seq_len=8,
             batch_size=2,
             micro_steps=1,
             max_steps_per_epoch=None,
             epochs=epochs,
-            device=CPU,
             ranks=1,
             metric_logger=self.logger,
             log_every_steps=1,
@@ -112,13 +109,11 @@ class Recipe:
             checkpoints=CheckpointFolder(directory / "checkpoints"),
             resumed=None,
             run=STATE.run,
-            cfg=OmegaConf.create({"optimizer": {"_component_": "torch.optim.AdamW"}}),
             config={"optimizer._component_": "torch.optim.AdamW"},
             loss_adds_up=True,
             why_unrecoverable="",
             before_step=lambda step: None,
             save=self._save,
-            stop_requested=lambda: False,
         )
 
     def _save(self, epoch: int, state: AdaptiveState) -> None:
@@ -128,15 +123,35 @@ class Recipe:
     def step_in_backward(self) -> None:
         """Use an optimizer for each parameter, as torchtune's ``optimizer_in_bwd`` does."""
         wrapper = create_optim_in_bwd_wrapper(self.model, {one: AdamW([one]) for one in self.model.parameters()})
-        optimizer_policy = OptimizerInBackward(self.model, wrapper, ranks=1, normalizes=True)
+        step = self.step(OptimizerInBackward(self.model, wrapper, ranks=1, normalizes=True))
         why = "steps in backward"
-        self.parts = replace(self.parts, optimizer_policy=optimizer_policy, scheduler=None, why_unrecoverable=why)
+        self.parts = replace(self.parts, step=step, scheduler=None, why_unrecoverable=why)
 
     def build_scheduler(self, num_training_steps: int, last_epoch: int) -> Any:
         return LambdaLR(self.optimizer, lambda step: 1 - step / num_training_steps, last_epoch)
 
+    def step(self, policy: OptimizerPolicy, *, limit_bytes: int | None = None) -> TrainStep:
+        objective = NextToken(
+            self.model, nn.CrossEntropyLoss(ignore_index=IGNORED), nullcontext(), weight_depends_on_cut=False
+        )
+        meter = meter_of_run([self.model], policy.optimizers, CPU, limit_bytes)
+        phases = Phases([self.model], meter)
+        return TrainStep(
+            [self.model],
+            objective,
+            policy,
+            collate=collate,
+            device=CPU,
+            phases=phases,
+            meter=meter,
+            stop_requested=lambda: self.stop_requested(),
+        )
+
     def trainer(self, **settings: Any) -> Trainer:
-        return build_trainer(self.parts, AdaptiveSettings(**settings), Consensus())
+        checked = AdaptiveSettings(**settings)
+        step = self.step(self.parts.step.policy, limit_bytes=checked.memory_limit_bytes)
+        step = replace(step, objective=self.parts.step.objective)
+        return build_trainer(replace(self.parts, step=step), checked, Consensus())
 
 
 def train(recipe: Recipe, **settings: Any) -> list[dict[str, float]]:
@@ -241,7 +256,7 @@ def test_after_an_error_in_the_first_step_what_fitted_in_the_search_is_tried_aga
     recipe = Recipe(tmp_path, epochs=range(1))
     trainer = recipe.trainer(**SEARCH)
     found = trainer.micro_batches.limit.size
-    assert trainer.recoverable.sizes.largest_fitted >= found
+    assert trainer.recoverable.backoff.largest_fitted >= found
     fault = Fault(5)
 
     def fails_once(number: int, run: Any) -> Any:
@@ -253,7 +268,6 @@ def test_after_an_error_in_the_first_step_what_fitted_in_the_search_is_tried_aga
     sizes = [event.after for event in trainer.recoverable.events]
     assert fault.has_struck
     assert sizes == [found // 2, found]
-    assert trainer.recoverable.sizes.limit is None
 
 
 def test_the_peak_of_training_is_not_that_of_the_dry_run(tmp_path: Path) -> None:
@@ -286,7 +300,8 @@ class RowMean(nn.Module):
 def test_a_loss_of_the_users_own_is_tried_before_training(power: int, adds_up: bool, tmp_path: Path) -> None:
     recipe = Recipe(tmp_path)
     objective = NextToken(recipe.model, RowMean(power), nullcontext(), weight_depends_on_cut=False)
-    recipe.parts = replace(recipe.parts, objective=objective, loss_adds_up=False)
+    step = replace(recipe.parts.step, objective=objective)
+    recipe.parts = replace(recipe.parts, step=step, loss_adds_up=False)
     if adds_up:
         assert recipe.trainer().recoverable.recovers
         return
@@ -349,7 +364,7 @@ def test_a_run_resumed_from_a_step_equals_the_uninterrupted_one(step: int, tmp_p
     whole = Recipe(tmp_path / "whole", epochs=range(3))
     steps = train(whole, **GROWTH)
     first = Recipe(tmp_path / "parts", epochs=range(3))
-    first.parts = replace(first.parts, stop_requested=lambda: len(first.logger.steps) + 1 == step)
+    first.stop_requested = lambda: len(first.logger.steps) + 1 == step
     with pytest.raises(RunEnded):
         train(first, **GROWTH)
     (checkpoint,) = first.parts.checkpoints.checkpoints()
@@ -378,7 +393,7 @@ def test_a_run_resumed_from_a_step_equals_the_uninterrupted_one(step: int, tmp_p
 def test_a_batch_has_grown_once_in_the_epoch_within_which_a_run_resumes(tmp_path: Path) -> None:
     """With larger steps none of this epoch is done yet."""
     first = Recipe(tmp_path, epochs=range(3))
-    first.parts = replace(first.parts, stop_requested=lambda: len(first.logger.steps) == 6)
+    first.stop_requested = lambda: len(first.logger.steps) == 6
     with pytest.raises(RunEnded):
         train(first, **GROWTH)
     (checkpoint,) = first.parts.checkpoints.checkpoints()
@@ -391,7 +406,7 @@ def test_a_batch_has_grown_once_in_the_epoch_within_which_a_run_resumes(tmp_path
 def test_with_torchtunes_keys_alone_a_resumed_run_goes_on_with_its_schedule(tmp_path: Path) -> None:
     whole = train(Recipe(tmp_path / "whole"))
     first = Recipe(tmp_path / "parts")
-    first.parts = replace(first.parts, stop_requested=lambda: len(first.logger.steps) == 1)
+    first.stop_requested = lambda: len(first.logger.steps) == 1
     with pytest.raises(RunEnded):
         train(first)
     (checkpoint,) = first.parts.checkpoints.checkpoints()
@@ -424,7 +439,7 @@ def test_with_optimizers_in_backward_a_resumed_batch_that_no_longer_fits_is_refu
         resumed.trainer(**SEARCH | settings)
 
     resume()
-    with pytest.raises(InputError, match="to resume with a batch of 4 rows, of which 2 fit now, but is True instead"):
+    with pytest.raises(InputError, match="of its 4 rows only 2 fit now"):
         resume(memory_limit_bytes=21_000)
 
 
@@ -432,7 +447,7 @@ def test_a_global_batch_is_cut_into_micro_batches_and_must_not_exceed_the_data(t
     steps = train(Recipe(tmp_path), global_batch_size=5)
     assert figures(steps, "global_batch_size", "micro_batch_size") == [(5, 2)] * 4
     assert "batch_size" not in steps[0]
-    with pytest.raises(InputError, match="`dataset` must fill an optimizer step"):
+    with pytest.raises(InputError, match=r"`dataset` has .* too few for one optimizer step"):
         Recipe(tmp_path).trainer(global_batch_size=13)
 
 

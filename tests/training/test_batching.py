@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.engine.recovery.size_range import Cuts, spread
-from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
+from torchtune_adaptive.training.batch.limits import Cuts, MicroBatchLimit, RowLimit, TokenLimit, spread
 
 properties = settings(max_examples=150)
 windows = st.lists(st.integers(1, 40), max_size=24)

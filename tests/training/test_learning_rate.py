@@ -178,8 +178,8 @@ def test_a_scheduler_that_cannot_be_asked_between_its_steps_is_refused(
     with pytest.raises(InputError) as refused:
         run.begin(**options)
     assert str(refused.value) == (
-        "`lr_scheduler` must create a torch.optim.lr_scheduler.LambdaLR if the batch size grows or the rate scales"
-        " with it, but creates a StepLR instead."
+        "A batch that grows, or a learning rate that scales with it, needs an `lr_scheduler` that creates a"
+        " torch.optim.lr_scheduler.LambdaLR, not a StepLR."
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support import toys
-from torchtune_adaptive.training.batch.noise_scale import gradient_noise_scale
+from torchtune_adaptive.schedule import gradient_noise_scale
 from torchtune_adaptive.training.run_state import AdaptiveState
 
 STATE = replace(toys.STATE, memory_limit_bytes=80 * 2**30, schedule={"trace": 0.1, "samples": [1, 2]})

@@ -15,15 +15,16 @@ from torchtune.datasets import PackedDataset
 from tests.support.loaders import step_loader
 from tests.support.toys import Samples, search_result
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
-from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.schedule import gradient_noise_scale
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training import sizes as sizes_module
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 from torchtune_adaptive.training.batch.loader import StepLoader
-from torchtune_adaptive.training.batch.row_format import PreferenceRows, Row, RowFormat, TokenRows
+from torchtune_adaptive.training.batch.micro_batches import MicroBatch
+from torchtune_adaptive.training.batch.row_format import PreferenceRows, RowFormat, TokenRows
 from torchtune_adaptive.training.sizes import SizeFinder, Sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
@@ -41,8 +42,9 @@ class Device:
     def __init__(self) -> None:
         self.tried: list[tuple[int, int, int]] = []
         self.model: Any = nn.Linear(1, 1)
-        self.workload = Workload(
-            train_step=self._train_step,
+        self.loop = Loop(
+            micro_step=lambda batch: [batch],
+            finish=self._train_step,
             model=self.model,
             optimizers=[],
             device=torch.device("cpu"),
@@ -50,11 +52,11 @@ class Device:
             consensus=Consensus(),
         )
 
-    def _train_step(self, micro_batches: Sequence[Sequence[Row]]) -> None:
-        first = micro_batches[0]
+    def _train_step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        first = micro_batches[0].rows
         self.tried.append((len(micro_batches), len(first), len(first[0]["tokens"])))
         gradients = None
-        for rows in micro_batches:
+        for rows in (one.rows for one in micro_batches):
             length = max(len(row["tokens"]) for row in rows)
             activations = torch.empty(len(rows) * length * TOKEN_BYTES, dtype=torch.uint8)
             if gradients is None:
@@ -73,7 +75,7 @@ class Device:
     ) -> Sizes:
         options = {"margin": 0.0, "power_of_two": False, "memory_limit_bytes": limit_bytes} | settings
         return SizeFinder(
-            self.workload,
+            self.loop,
             loader,
             row_format or TokenRows(-100),
             AdaptiveSettings(**options),
@@ -202,14 +204,14 @@ def test_rows_longer_than_the_models_positions_are_refused() -> None:
     device.model.max_seq_len = 16
     device.find(step_loader(Samples(*[8] * 50)), tokenizer_max_seq_len=16, **MAXIMUM)
     device.tried.clear()
-    with pytest.raises(InputError, match=r"max_seq_len \(16 tokens\), but have 17"):
+    with pytest.raises(InputError, match=r"Rows have 17 tokens, but the model takes at most 16"):
         device.find(step_loader(Samples(*[8] * 50)), tokenizer_max_seq_len=17, **MAXIMUM)
     assert device.tried == []
 
 
 def test_data_too_few_for_a_step_of_single_rows_are_refused_before_anything_runs() -> None:
     device = Device()
-    with pytest.raises(InputError, match="`dataset` must fill an optimizer step"):
+    with pytest.raises(InputError, match=r"`dataset` has .* too few for one optimizer step"):
         device.find(step_loader(Samples(*[8] * 5), micro_steps=6), **MAXIMUM)
     assert device.tried == []
 
@@ -226,9 +228,9 @@ def test_without_a_search_nothing_is_found_and_nothing_runs() -> None:
 def test_a_token_budget_of_the_config_is_checked_against_samples_that_may_be_longer() -> None:
     device, samples = Device(), Samples(8, 9, 7)
     assert device.find(step_loader(samples, batch_size=1), max_tokens_per_micro_batch=9) == Sizes(token_budget=9)
-    with pytest.raises(InputError, match="is 8, and sample 1 has 9 tokens"):
+    with pytest.raises(InputError, match="at least 9, the tokens of sample 1, but is 8"):
         device.find(step_loader(samples, batch_size=1), max_tokens_per_micro_batch=8)
-    with pytest.raises(InputError, match="is 8, and sample 1 has 9 tokens"):
+    with pytest.raises(InputError, match="at least 9, the tokens of sample 1, but is 8"):
         device.find(step_loader(samples, batch_size=1), max_tokens_per_micro_batch=8, tokenizer_max_seq_len=9)
     samples.read.clear()
     device.find(step_loader(samples, batch_size=1), max_tokens_per_micro_batch=8, tokenizer_max_seq_len=8)
@@ -240,7 +242,7 @@ def test_a_token_budget_of_pairs_is_checked_unless_both_sequences_fit(budget: in
     pairs = PreferenceRows()
     dataset: Any = [pairs.stretched({"chosen_input_ids": [1], "rejected_input_ids": [2]}, 8)]
     loader = step_loader(dataset, batch_size=1)
-    with pytest.raises(InputError, match="sample 0 has 16 tokens") if is_checked else nullcontext():
+    with pytest.raises(InputError, match="at least 16, the tokens of sample 0") if is_checked else nullcontext():
         Device().find(loader, row_format=pairs, max_tokens_per_micro_batch=budget, tokenizer_max_seq_len=8)
 
 
@@ -251,8 +253,7 @@ def test_packs_have_no_token_budget(budget: Any) -> None:
     with pytest.raises(InputError) as refused:
         Device().find(packs, max_tokens_per_micro_batch=budget)
     assert str(refused.value) == (
-        "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packed rows have one length,"
-        " but is True instead."
+        "`max_tokens_per_micro_batch` has no effect with `dataset.packed: True`: packed rows have one length."
     )
     assert Device().find(packs) == Sizes()
 
@@ -321,7 +322,7 @@ def test_the_smallest_size_that_is_as_fast_as_the_best_is_used(monkeypatch: pyte
     timed: dict[str, Any] = {}
 
     def tokens_per_second(workload: Any, make_batch: Any, sizes: Any, *, num_tokens: Any) -> dict[int, float]:
-        timed["shapes"] = {size: [len(rows) for rows in make_batch(size)] for size in sizes}
+        timed["shapes"] = {size: [len(one.rows) for one in make_batch(size)] for size in sizes}
         timed["num_tokens"] = {size: num_tokens(size) for size in sizes}
         return {12: 1000.0, 6: 990.0, 3: 900.0, 1: 300.0}
 

@@ -18,15 +18,15 @@ from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent
+from torchtune_adaptive.schedule import GradientNorms, gradient_noise_scale
 from torchtune_adaptive.training import step_log
 from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
-from torchtune_adaptive.training.batch.noise_scale import GradientNorms, gradient_noise_scale
 from torchtune_adaptive.training.batch.row_format import TokenRows
 from torchtune_adaptive.training.run_log import RunLog
-from torchtune_adaptive.training.step_figures import StepResult
 from torchtune_adaptive.training.step_log import StepLog
+from torchtune_adaptive.training.step_result import StepResult
 
 RESULT = StepResult(loss=0.5, weight=30.0, num_tokens=1200, metrics={}, grad_norm=None)
 EVENT = MemoryEvent(7, MemoryPressure.OUT_OF_MEMORY, (1, 3), "backward", "peak 1 B, limit 2 B", "error", 8, 4, "rows")
@@ -55,7 +55,7 @@ class Parts:
         schedule: Any = None,
     ) -> None:
         self.micro_batches = MicroBatcher(limit or RowLimit(8), TokenRows(-100), Consensus(), [])
-        self.step: Any = SimpleNamespace(optimizer_policy=SimpleNamespace(learning_rate=0.01), meter=meter)
+        self.step: Any = SimpleNamespace(policy=SimpleNamespace(learning_rate=0.01), meter=meter)
         self.recoverable: Any = SimpleNamespace(retries=3, events=())
         self.loader: Any = SimpleNamespace(samples_per_step=64, is_global=is_global, batch_size=16)
         self.growth = BatchGrowth(schedule, total_epochs=1, samples_per_unit=1, consensus=Consensus())

@@ -29,7 +29,7 @@ from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.batch.row_format import Row
 from torchtune_adaptive.training.objectives import Loss, NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerPolicy, OptimizerStep
-from torchtune_adaptive.training.step_figures import StepResult, StepSums
+from torchtune_adaptive.training.step_result import StepResult
 from torchtune_adaptive.training.train_step import TrainStep, own_norm_squared
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def step_of(
     model: nn.Module,
     *,
     objective: Objective | None = None,
-    optimizer_policy: OptimizerPolicy | None = None,
+    policy: OptimizerPolicy | None = None,
     max_grad_norm: float | None = None,
     meter: MemoryMeter | None = None,
     collate: Any = collate,
@@ -72,8 +72,9 @@ def step_of(
 ) -> TrainStep:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     return TrainStep(
+        [model],
         objective or toy_objective(model),
-        optimizer_policy or OptimizerStep(model, [optimizer], ranks=1, max_grad_norm=max_grad_norm),
+        policy or OptimizerStep(model, [optimizer], ranks=1, max_grad_norm=max_grad_norm),
         collate=collate,
         device=device,
         phases=Phases([model], meter),
@@ -94,6 +95,16 @@ def cut(rows: Sequence[Row], places: Sequence[int]) -> list[Sequence[Row]]:
     return [rows[first:end] for first, end in zip([0, *ends], [*ends, len(rows)], strict=True)]
 
 
+def taken(step: TrainStep, micro_batches: Sequence[Sequence[Row]]) -> StepResult:
+    """The result of a whole step."""
+    return finished(step, functools.reduce(operator.add, (step.micro_step(MicroBatch(rows)) for rows in micro_batches)))
+
+
+def finished(step: TrainStep, sums: Loss) -> StepResult:
+    """The result of a step whose micro-steps gave ``sums``."""
+    return StepResult.read(step.finish(sums), sums)
+
+
 # ---- one step
 
 
@@ -101,7 +112,7 @@ def cut(rows: Sequence[Row], places: Sequence[int]) -> list[Sequence[Row]]:
 @given(places=st.lists(st.integers(1, len(ROWS) - 1)))
 def test_a_step_is_the_same_however_it_is_cut(places: list[int]) -> None:
     model = toy_model()
-    result = step_of(model, max_grad_norm=100.0)(cut(ROWS, places)).read()
+    result = taken(step_of(model, max_grad_norm=100.0), cut(ROWS, places))
     assert model.weight.item() == pytest.approx(W - LR * MEAN_X)
     assert result == StepResult(
         loss=pytest.approx(W * MEAN_X),  # pyright: ignore[reportArgumentType]
@@ -122,7 +133,7 @@ def test_a_micro_batch_without_weight_adds_nothing_even_if_its_mean_is_not_a_num
         metrics = {name: value + nothing for name, value in found.metrics.items()}
         return Loss(found.total + nothing, found.weight, found.num_tokens, metrics)
 
-    result = step_with(model, or_nan)(cut(ROWS, places)).read()
+    result = taken(step_with(model, or_nan), cut(ROWS, places))
     assert model.weight.item() == pytest.approx(W - LR * MEAN_X)
     assert result.loss == pytest.approx(W * MEAN_X)
     assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
@@ -132,7 +143,7 @@ def test_a_micro_batch_without_weight_adds_nothing_even_if_its_mean_is_not_a_num
 def test_a_metric_named_loss_stands_for_the_loss() -> None:
     model = toy_model()
     step = step_with(model, lambda found: replace(found, metrics={"loss": 3.0 * found.weight, "x": found.weight}))
-    result = step(cut(ROWS, [1, 4])).read()
+    result = taken(step, cut(ROWS, [1, 4]))
     assert (result.loss, result.metrics) == (3.0, {"x": 1.0})
     assert model.weight.item() == pytest.approx(W - LR * MEAN_X)
 
@@ -140,26 +151,26 @@ def test_a_metric_named_loss_stands_for_the_loss() -> None:
 def test_the_loss_is_rounded_as_torchtunes_is() -> None:
     """torchtune divides a float by a tensor, which multiplies by the tensor's reciprocal."""
     for total, weight in ((0.1, 3), (11.7, 49), (5.3, 41), (1e4, 7)):
-        sums = StepSums(torch.tensor(total), torch.tensor(weight), torch.tensor(1))
+        sums = Loss(torch.tensor(total), torch.tensor(weight), torch.tensor(1))
         running_loss = torch.tensor(total).item()
-        assert step_of(toy_model()).finish(sums).read().loss == (running_loss / torch.tensor(weight)).item()
+        assert finished(step_of(toy_model()), sums).loss == (running_loss / torch.tensor(weight)).item()
 
 
 def test_logged_values_do_not_keep_the_graph() -> None:
     model = toy_model()
     sums = step_of(model).micro_step(MicroBatch(ROWS))
-    assert [one.requires_grad for one in (sums.loss, *sums.metrics.values())] == [False, False, False]
+    assert [one.requires_grad for one in (sums.total, *sums.metrics.values())] == [False, False, False]
 
 
 def test_the_weight_is_the_default_number_of_tokens() -> None:
     step = step_with(toy_model(), lambda found: replace(found, num_tokens=None))
-    assert step(cut(ROWS, [1, 3])).read().num_tokens == 4
+    assert taken(step, cut(ROWS, [1, 3])).num_tokens == 4
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 3.0, 4.5, 1000.0])
 def test_gradients_are_clipped_after_normalization_and_the_norm_is_that_before_clipping(max_norm: float) -> None:
     model = toy_model()
-    result = step_of(model, max_grad_norm=max_norm)([ROWS]).read()
+    result = taken(step_of(model, max_grad_norm=max_norm), [ROWS])
     assert result.grad_norm == pytest.approx(MEAN_X)
     assert model.weight.item() == pytest.approx(W - LR * min(MEAN_X, max_norm), rel=1e-5)
 
@@ -185,7 +196,7 @@ def test_every_rank_learns_of_a_request_by_the_sum_over_ranks(
     step = step_of(toy_model(), stop_requested=lambda: asked)
     sums = functools.reduce(operator.add, map(step.micro_step, map(MicroBatch, cut(ROWS, [2]))))
     asked = own  # after the micro-steps
-    result = step.finish(sums).read()
+    result = finished(step, sums)
     assert result.stop is stop
     assert (result.loss, result.weight, result.num_tokens) == (pytest.approx(W * MEAN_X), 4, 50)
     assert result.grad_norm is None  # without clipping
@@ -253,7 +264,7 @@ def test_the_last_micro_step_of_the_small_batch_measures_the_gradient_so_far() -
     assert last.small_batch is not None
     assert last.small_batch.tolist() == [(1.0 + 2 + 9) ** 2, 2.0]
     assert last.small_batch.dtype == torch.float64
-    result = step.finish(first + last + step.micro_step(MicroBatch(ROWS[4:]))).read()
+    result = finished(step, first + last + step.micro_step(MicroBatch(ROWS[4:])))
     assert result.measured == (144.0, 3.0, (1.0 + 2 + 9 + 4) ** 2)  # of sums, before they are normalized and clipped
     assert result.grad_norm == pytest.approx(MEAN_X)
     assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
@@ -284,11 +295,11 @@ def test_all_optimizers_step_and_the_rate_is_that_of_the_first() -> None:
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     optimizers = [torch.optim.SGD([model.weight], lr=LR), torch.optim.SGD([model.bias], lr=0.25)]
-    optimizer_policy = OptimizerStep(model, optimizers, ranks=1, max_grad_norm=None)
-    step_of(model, optimizer_policy=optimizer_policy)(cut(ROWS, [2]))
+    policy = OptimizerStep(model, optimizers, ranks=1, max_grad_norm=None)
+    taken(step_of(model, policy=policy), cut(ROWS, [2]))
     assert (model.weight.item(), model.bias.item()) == (pytest.approx(-LR * MEAN_X), pytest.approx(-0.25))
     assert (model.weight.grad, model.bias.grad) == (None, None)
-    assert optimizer_policy.learning_rate == LR
+    assert policy.learning_rate == LR
 
 
 def in_backward(model: nn.Module, *, normalizes: bool, ranks: int = 1) -> OptimizerInBackward:
@@ -302,22 +313,20 @@ def in_backward(model: nn.Module, *, normalizes: bool, ranks: int = 1) -> Optimi
 def test_the_division_by_ranks_of_fsdp2_is_undone(within_backward: bool) -> None:
     model = toy_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    optimizer_policy = OptimizerStep(model, [optimizer], ranks=4, max_grad_norm=None)
-    step_of(
-        model, optimizer_policy=in_backward(model, normalizes=True, ranks=4) if within_backward else optimizer_policy
-    )([ROWS])
+    policy = OptimizerStep(model, [optimizer], ranks=4, max_grad_norm=None)
+    taken(step_of(model, policy=in_backward(model, normalizes=True, ranks=4) if within_backward else policy), [ROWS])
     assert model.weight.item() == pytest.approx(W - LR * 4 * MEAN_X)
 
 
 @pytest.mark.parametrize("normalizes", [True, False], ids=["normalized", "as torchtune's single-device recipe"])
 def test_optimizers_step_within_backward_and_only_there(normalizes: bool) -> None:
     model = toy_model()
-    optimizer_policy = in_backward(model, normalizes=normalizes)
-    step = step_of(model, optimizer_policy=optimizer_policy)
+    policy = in_backward(model, normalizes=normalizes)
+    step = step_of(model, policy=policy)
     sums = step.micro_step(MicroBatch(ROWS))
     expected = W - LR * (MEAN_X if normalizes else 4 * MEAN_X)
     assert model.weight.item() == pytest.approx(expected)
-    result = step.finish(sums).read()
+    result = finished(step, sums)
     assert model.weight.item() == pytest.approx(expected)
     assert (result.loss, result.weight, result.grad_norm) == (pytest.approx(W * MEAN_X), 4, None)
     assert model.weight.grad is None
@@ -393,7 +402,7 @@ def test_a_row_weighs_the_same_for_every_cut_unless_it_is_to_weigh_as_in_torchtu
             step = step_of(toy_model(), objective=objective, collate=collate_tokens)
             sums = [step.micro_step(MicroBatch(rows)) for rows in cut(TOKEN_ROWS, places)]
             total = functools.reduce(operator.add, sums)
-            found.append(total.loss.item() / total.weight.item())
+            found.append(total.total.item() / total.weight.item())
         return found
 
     whole, in_two = losses(weight_depends_on_cut=False)
@@ -432,7 +441,7 @@ def test_rows_that_predict_nothing_have_no_gradient_for_any_loss(
 
 def test_a_step_in_which_nothing_counts_changes_nothing() -> None:
     model = toy_model()
-    result = step_of(model, max_grad_norm=1.0)([[ROWS[2]]]).read()
+    result = taken(step_of(model, max_grad_norm=1.0), [[ROWS[2]]])
     assert model.weight.item() == W
     assert (result.loss, result.weight, result.grad_norm) == (0.0, 0.0, 0.0)
     assert result.metrics == {"mean_x": 0.0, "one": 0.0}
@@ -442,7 +451,7 @@ def test_the_optimizer_also_steps_where_nothing_counts() -> None:
     """The weight decay of torchtune's usual optimizer still acts."""
     model = toy_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
-    step_of(model, optimizer_policy=OptimizerStep(model, [optimizer], ranks=1, max_grad_norm=None))([[ROWS[2]]])
+    taken(step_of(model, policy=OptimizerStep(model, [optimizer], ranks=1, max_grad_norm=None)), [[ROWS[2]]])
     assert model.weight.item() == pytest.approx(W * (1 - LR * 0.1))
 
 

@@ -34,13 +34,14 @@ from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.errors import CheckpointError, NothingFitsError, RunEnded
+from torchtune_adaptive.schedule import GradientNorms
 from torchtune_adaptive.testing import Fault, out_of_memory, wrap_micro_steps
 from torchtune_adaptive.training import step_log
 from torchtune_adaptive.training import trainer as trainer_module
+from torchtune_adaptive.training.assembly import prepare_recovery
 from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.limits import RowLimit
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
-from torchtune_adaptive.training.batch.noise_scale import GradientNorms
 from torchtune_adaptive.training.batch.row_format import Row, TokenRows
 from torchtune_adaptive.training.checkpoints.saver import RunSaver
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
@@ -48,7 +49,6 @@ from torchtune_adaptive.training.learning_rate import LearningRate
 from torchtune_adaptive.training.objectives import Loss
 from torchtune_adaptive.training.optimizers import OptimizerStep
 from torchtune_adaptive.training.profiling import StepProfiler
-from torchtune_adaptive.training.recovery import prepare_recovery
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.sizes import Sizes
@@ -165,6 +165,7 @@ class Toy:
         self.optimizer: torch.optim.Optimizer = make_optimizer(self.model.parameters(), lr=LR)
         phases = Phases([self.model], self.meter)
         self.step = TrainStep(
+            [self.model],
             self._objective,
             OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=self.max_grad_norm),
             collate=lambda rows: torch.tensor([[float(row["tokens"][0]), len(row["tokens"])] for row in rows]),
@@ -188,16 +189,14 @@ class Toy:
             self.step.micro_step,
             micro_batch_size=self.micro_batches,
             optimizer=self.optimizer,
-            on_event=lambda event: self.trainer.note_event(event),
             watch=watch,
             steps_done=self.steps_done,
         )
         prepare_recovery(
             self.recoverable,
+            self.step.loop(Consensus()),
+            watch,
             rows_of(1, 2, lengths=(2, 3)),
-            optimizers=[self.optimizer],
-            watch=watch,
-            device=CPU,
             is_wanted=self.recovers,
             why_not="",
         )
@@ -229,7 +228,6 @@ class Toy:
         self.saver = RunSaver(
             self.loader,
             self.micro_batches,
-            self.recoverable.sizes,
             (rate, growth, self.recoverable.backoff),
             steps,
             RankStates(Consensus(), CPU),
@@ -563,24 +561,18 @@ WITH_A_LONG_ROW: dict[str, Any] = {
 }
 
 
-def test_a_size_that_did_not_fit_is_learnt_noted_and_tried_again_in_the_next_epoch(tmp_path: Path) -> None:
+def test_a_step_with_a_long_row_runs_again_in_halves_and_the_next_one_has_whole_micro_batches(tmp_path: Path) -> None:
     toy = Toy(tmp_path, **WITH_A_LONG_ROW).train()
     enough: dict[str, Any] = WITH_A_LONG_ROW | {"capacity": 100}
     assert toy.weight == Toy(tmp_path / "enough", **enough).train().weight
     assert toy.figures("oom_retries") == [0, 0, 1, 1, 1, 2]
-    assert toy.figures("micro_batch_size") == [4] * 6
-    assert toy.figures("padding") == [
-        0,
-        0,
-        pytest.approx(1 - 8 / (2 * 5 + 2)),
-        0,
-        0,
-        pytest.approx(1 - 8 / (2 * 5 + 2)),
-    ]
-    first, second = toy.history()
-    assert first["reason"].startswith("micro-batches of 20 tokens or more are cut from now on: in step 3 rank 0 ran ou")
-    assert (first["step"], first["smallest_failed_size"], second["step"]) == (3, 20, 6)
-    assert [line["too_large"] for line in events_in(tmp_path, "out of memory")] == [20, 20]
+    assert toy.figures("micro_batch_size") == [4, 4, 2, 4, 4, 2]
+    padding = pytest.approx(1 - 8 / (2 * 5 + 2))
+    assert toy.figures("padding") == [0, 0, padding, 0, 0, padding]
+    reasons = [entry["reason"] for entry in toy.history()]
+    assert reasons[0].startswith("micro-batch 4 -> 2 rows: in step 3 rank 0 ran out of memory")
+    assert reasons[1] == "micro-batch 2 -> 4 rows: fits again in step 4"
+    assert [line["step"] for line in events_in(tmp_path, "out of memory")] == [3, 6]
 
 
 def test_an_error_that_ends_the_run_is_in_its_log(tmp_path: Path) -> None:
@@ -589,32 +581,6 @@ def test_an_error_that_ends_the_run_is_in_its_log(tmp_path: Path) -> None:
         toy.train()
     (event,) = events_in(tmp_path, "out of memory")
     assert (event["step"], event["before"], event["after"]) == (1, 2, 1)
-
-
-def test_what_was_learnt_is_in_the_summary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    Toy(tmp_path, **WITH_A_LONG_ROW).train()
-    assert "at most 4 rows per rank; from 20 tokens on it is cut (10 have fitted on rank 0)" in caplog.text
-
-
-def test_a_resumed_run_knows_what_did_not_fit_unless_something_has_changed(tmp_path: Path) -> None:
-    dataset = rows_of(*range(12), lengths=(*LENGTHS[4:], *LENGTHS[:4]))  # the second step has a long row
-    options: dict[str, Any] = WITH_A_LONG_ROW | {"dataset": dataset, "config": {"seed": 1}}
-    whole = Toy(tmp_path / "whole", save_every_steps=1, **options).train()
-    assert whole.figures("oom_retries") == [0, 1, 1, 1, 2, 2]
-    for saved in list(whole.steps.states.values())[1:]:
-        options |= {"steps_done": saved.global_step, "saved": saved, "epochs": range(saved.epochs_run, 2)}
-        resumed = Toy(tmp_path / "resumed", **options)
-        resumed.trainer.load_state(saved)
-        sizes = resumed.recoverable.sizes
-        assert (sizes.smallest_failed, sizes.is_tried, sizes.largest_fitted) == (20, saved.global_step == 4, 10)
-        nn.init.constant_(resumed.model.weight, whole.steps.weights[saved.global_step])
-        assert resumed.train().weight == whole.weight
-        changed = Toy(tmp_path / "changed", **{**options, "config": {"seed": 2}})
-        changed.trainer.load_state(saved)
-        assert changed.recoverable.sizes.smallest_failed is None
-        reason = changed.run_log.history[-1]["reason"]
-        seed = "seed 1 -> 2, but random numbers continue as saved"
-        assert reason == f"resumed with changes: {seed}; micro-batches of 20 tokens or more are tried again"
 
 
 @pytest.mark.parametrize(
@@ -644,8 +610,8 @@ def test_a_run_out_of_memory_in_the_optimizer_ends_with_what_to_do(
     if raised is RuntimeError:
         assert caught.value.__cause__ is error
         assert str(caught.value) == (
-            "out of memory in phase 'optimizer', when parameters and optimizer state may be half updated: the run must"
-            " end, and may resume from its last checkpoint; an 8-bit optimizer, LoRA or more ranks would need less"
+            "out of memory in phase 'optimizer': parameters and optimizer state may be half updated, so the run ends;"
+            " resume from the last checkpoint. An 8-bit optimizer, LoRA or more ranks need less"
         )
 
 

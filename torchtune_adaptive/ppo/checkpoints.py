@@ -85,8 +85,7 @@ def resuming_with_value_model(cfg: DictConfig, checkpoint: Checkpoint | None, co
         path = (checkpoint.path.absolute().parent / beside / checkpoint.path.name).resolve()
         if not path.is_dir():
             raise InputError(
-                "`resume_from_checkpoint` must be a checkpoint whose value model exists, but for"
-                f" {str(checkpoint.path)!r} there is no {str(path)!r}."
+                f"`resume_from_checkpoint` {str(checkpoint.path)!r} lacks its value model: there is no {str(path)!r}."
             )
         values = Checkpoint(path, 0, None, checkpoint.epochs_run)
         if (path / STATE_NAME).exists():
@@ -95,8 +94,8 @@ def resuming_with_value_model(cfg: DictConfig, checkpoint: Checkpoint | None, co
                 raise InputError(change)
         if values.run_id != checkpoint.run_id:
             raise InputError(
-                "`resume_from_checkpoint` must be a checkpoint whose value model exists, but for"
-                f" {str(checkpoint.path)!r} that in {str(path)!r} is of another run."
+                f"`resume_from_checkpoint` {str(checkpoint.path)!r} lacks its value model: that in {str(path)!r} is of"
+                " another run."
             )
         OmegaConf.update(changed, "value_checkpointer.checkpoint_files", model_files(values), merge=False)
     return changed

@@ -15,14 +15,14 @@ from torchtune.rlhf import Trajectory
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.rank_states import RankStates
 from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.devices import allowed_bytes
-from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError, RunEnded, cannot_recover
 from torchtune_adaptive.ppo.checkpoints import LastCheckpointer, PromptBatches, resuming_with_value_model
 from torchtune_adaptive.ppo.checks import check_ppo_config, check_ppo_models
 from torchtune_adaptive.ppo.turn_sizes import TurnSizes, find_turn_sizes
 from torchtune_adaptive.stock.checkpoints import AtomicCheckpointer
-from torchtune_adaptive.stock.checks import check_components, check_input_files
+from torchtune_adaptive.stock.checks import check_components
 from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.identity import identity, method_of_recipe
 from torchtune_adaptive.stock.load import load_stock_recipe, setting_up, with_samples
@@ -60,8 +60,8 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         self._folder, self._values_folder = checkpoint_folder(cfg), checkpoint_folder(cfg, "value_checkpointer")
         if self._folder.path.resolve() == self._values_folder.path.resolve():
             raise InputError(
-                "`value_checkpointer.output_dir` must differ from the policy's folder, whose checkpoints have the same"
-                f" names, but is {str(self._values_folder.path)!r} too."
+                "`value_checkpointer.output_dir` and the policy's folder must differ, but both are"
+                f" {str(self._values_folder.path)!r}."
             )
         all_steps = cfg.num_steps // cfg.batch_size * _steps_per_turn(cfg)
         self._resumed = find_checkpoint(
@@ -74,7 +74,6 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         self._values_folder.lock()
         self._output_lock = lock_output(cfg, self._consensus)
         self._cfg = resuming_with_value_model(cfg, self._resumed, self._consensus)
-        check_input_files(self._cfg)
         with setting_up():
             super().__init__(cfg=self._cfg)
 
@@ -269,8 +268,6 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             micro_batch=None,
             micro_batch_limit=self._ppo_backward_batch_size,
             micro_batch_unit="rows",
-            smallest_failed_size=None,
-            tries_failed_size=False,
             left_over=(0, 0),
             padding=(0, 0),
             dataset_samples=len(self._dataloader.dataset),
@@ -303,17 +300,16 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         )["tokens"]
         seq_len = self._row_length(len(prompt))
         prompts = [prompt] * self.batch_size
-        workload = Workload(
-            train_step=lambda sizes: self._turn(prompts, *sizes),
+        loop = Loop(
+            micro_step=lambda sizes: self._turn(prompts, *sizes),
             model=nn.ModuleList(self.models()),
             optimizers=self.optimizers(),
             device=self._device,
-            meter=None,
             consensus=self._consensus,
             release=self._release,
         )
         sizes = find_turn_sizes(
-            workload,
+            loop,
             self._settings.search_options,
             answers=self.batch_size,
             answers_per_step=self._ppo_batch_size,
@@ -321,7 +317,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
         )
         if self._optimizer_in_bwd and sizes.trained < self._ppo_batch_size:
             raise InputError(
-                f"`ppo_batch_size` must be at most {sizes.trained}, which fit at once, if `optimizer_in_bwd` is True,"
+                f"With `optimizer_in_bwd: True`, `ppo_batch_size` must be at most {sizes.trained}, which fit at once,"
                 f" but is {self._ppo_batch_size} instead."
             )
         return sizes

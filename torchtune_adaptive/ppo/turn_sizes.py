@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 from torchtune import utils
 
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.search.find import search
 from torchtune_adaptive.engine.search.options import SearchOptions
 from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.engine.search.tables import probe_table, summary
-from torchtune_adaptive.engine.search.workload import Workload
 
 log = utils.get_logger("DEBUG")
 
@@ -32,13 +32,13 @@ class TurnSizes:
 
 
 def find_turn_sizes(
-    workload: Workload, options: SearchOptions, *, answers: int, answers_per_step: int, seq_len: int
+    loop: Loop, options: SearchOptions, *, answers: int, answers_per_step: int, seq_len: int
 ) -> TurnSizes:
     """Find both sizes, each while the other one is 1, because generation and training peak at different times.
 
     Restores all state, as ``search`` does. A collective.
     Args:
-        workload: its train step is a turn. It takes both sizes, generated and trained, and uses the longest rows.
+        loop: its step is a turn. It takes both sizes, generated and trained, and uses the longest rows.
         answers: answers generated in a turn.
         answers_per_step: answers of an optimizer step.
         seq_len: tokens per row, for the log.
@@ -49,7 +49,7 @@ def find_turn_sizes(
     options = replace(options, power_of_two=False)
 
     def largest(what: str, sizes: Callable[[int], tuple[int, int]], total: int) -> tuple[int, SearchResult]:
-        found = search(workload, sizes, options, start=1, bound=total)
+        found = search(loop, lambda size: [sizes(size)], options, start=1, bound=total)
         size = largest_divisor(total, at_most=found.exact_batch_size)
         utils.log_rank_zero(
             log, f"Answers {what} at once: {size} of {total}\n{probe_table(found)}\n{summary(found, seq_len)}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,13 @@ from torchtune.modules.model_fusion import DeepFusionModel
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, keep_random_states
-from torchtune_adaptive.engine.memory.devices import check_limit
+from torchtune_adaptive.engine.memory.devices import check_limit, meter_of_run
+from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.stock.checkpoints import AtomicCheckpointer
 from torchtune_adaptive.stock.checks import (
     check_components,
     check_config,
-    check_input_files,
     check_model,
     check_models,
     why_unrecoverable,
@@ -39,7 +40,8 @@ from torchtune_adaptive.stock.resume import (
 )
 from torchtune_adaptive.training.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.training.batch.image_rows import text_or_images
-from torchtune_adaptive.training.batch.row_format import RowFormat, TokenRows
+from torchtune_adaptive.training.batch.row_format import Row, RowFormat, TokenRows
+from torchtune_adaptive.training.found_config import end_search, found_values
 from torchtune_adaptive.training.metrics import TolerantLogger
 from torchtune_adaptive.training.objectives import NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerPolicy, OptimizerStep
@@ -47,6 +49,7 @@ from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.same_config import check_same_config
 from torchtune_adaptive.training.signals import StopRequest
+from torchtune_adaptive.training.train_step import TrainStep
 
 
 class AdaptiveRecipe:
@@ -95,7 +98,6 @@ class AdaptiveRecipe:
         self._output_lock = lock_output(cfg, self._consensus)
         check_epochs(self._resumed, cfg.epochs)
         self._cfg = resuming(cfg, self._resumed)
-        check_input_files(self._cfg)
         with setting_up():
             super().__init__(cfg=self._cfg)  # pyright: ignore[reportCallIssue]
         self._clip_grad_norm = cfg.get("clip_grad_norm", None)  # which some stock recipes do not read
@@ -142,7 +144,11 @@ class AdaptiveRecipe:
         """Called before each optimizer step with the number of steps done."""
 
     def setup(self, cfg: DictConfig) -> None:
-        """Set up as the stock recipe does, then build the trainer, which may run a batch size search. A collective."""
+        """Set up as the stock recipe does, then build the trainer, which may run a batch size search. A collective.
+
+        Raises:
+            RunEnded: the settings ask only for the search; its result is written.
+        """
         given, cfg = cfg, self._cfg
         with setting_up(), latest_epoch(cfg, self._resumed):
             super().setup(cfg)  # pyright: ignore[reportAttributeAccessIssue]
@@ -154,23 +160,18 @@ class AdaptiveRecipe:
         row_format = self.row_format()
         self._activations = self.activations_handling_ctx = Activations(self.activations_handling_ctx)
         parts = RecipeParts(
-            models=self.models(),
-            objective=self.objective(as_stock=not self._settings.cuts_samples),
-            optimizer_policy=self.optimizer_policy(),
-            release=self._activations.renew,
+            step=self.train_step(collate=row_format.collating(self._dataloader.collate_fn)),
             scheduler=self._lr_scheduler,
             build_scheduler=lambda steps, last: self._setup_lr_scheduler(
                 cfg_lr_scheduler=cfg.lr_scheduler, num_training_steps=steps, last_epoch=last
             ),
             sampler=self._dataloader.sampler,
-            collate=row_format.collating(self._dataloader.collate_fn),
             row_format=row_format,
             tokenizer_max_seq_len=getattr(self._tokenizer, "max_seq_len", None),
             batch_size=cfg.batch_size,
             micro_steps=self._gradient_accumulation_steps,
             max_steps_per_epoch=self.max_steps_per_epoch,
             epochs=range(epochs_run, self.total_epochs),
-            device=self._device,
             ranks=self.world_size,
             metric_logger=TolerantLogger(self._metric_logger) if self._is_rank_zero else None,
             log_every_steps=self._log_every_n_steps,
@@ -187,17 +188,39 @@ class AdaptiveRecipe:
                 self._consensus,
                 has_frozen=not all(one.requires_grad for one in self._model.parameters()),
             ),
-            cfg=given,
             config=flattened(given),
             loss_adds_up=not self._settings.cuts_samples or all(map(_is_known, self.losses())),
             why_unrecoverable=why_unrecoverable(cfg),
             before_step=self.before_step,
             save=self._save,
-            stop_requested=self._stop_request.is_made,
         )
         self.trainer = build_trainer(parts, self._settings, self._consensus)
         if cfg.get("compile", False):
             torch.compiler.reset()  # code compiled for probes would make the sizes of training dynamic
+        if self._settings.search_only:
+            sizes, rows = self.trainer.sizes, self.trainer.loader.rows_per_micro_step
+            found = found_values(self._settings, sizes, rows=rows)
+            end_search(given, found, seq_len=sizes.seq_len, consensus=self._consensus)
+
+    def train_step(self, *, collate: Callable[[Sequence[Row]], Any]) -> TrainStep:
+        """The train step: what a search, training and a plan run.
+
+        Args:
+            collate: makes a batch from a list of rows.
+        """
+        models, policy = self.models(), self.optimizer_policy()
+        meter = meter_of_run(models, policy.optimizers, self._device, self._settings.memory_limit_bytes)
+        return TrainStep(
+            models,
+            self.objective(as_stock=not self._settings.cuts_samples),
+            policy,
+            collate=collate,
+            device=self._device,
+            phases=Phases(models, meter),
+            meter=meter,
+            release=self._activations.renew,
+            stop_requested=self._stop_request.is_made,
+        )
 
     def listening(self) -> AbstractContextManager[None]:
         """Context: after SIGTERM, SIGUSR1 or SIGHUP, ``train`` finishes its optimizer step, saves and ends."""

@@ -6,21 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from omegaconf import DictConfig
-from torch import nn
 from torchtune import utils
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.rank_states import RankStates
 from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
-from torchtune_adaptive.engine.memory.devices import allowed_bytes, meter_for
-from torchtune_adaptive.engine.memory.meter import MemoryMeter
-from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.engine.loop import Loop
+from torchtune_adaptive.engine.memory.devices import allowed_bytes
+from torchtune_adaptive.engine.memory.out_of_memory import free_memory
+from torchtune_adaptive.engine.recovery.dry_run import allocate_states
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
-from torchtune_adaptive.engine.search.workload import Workload
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import CannotCutError, CannotRecoverError, InputError, cannot_recover
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader, check_fills_step
@@ -29,12 +26,10 @@ from torchtune_adaptive.training.batch.row_format import Row, RowFormat
 from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder
 from torchtune_adaptive.training.checkpoints.saver import RunSaver, SaveEpoch
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
-from torchtune_adaptive.training.found_config import end_search, found_values
 from torchtune_adaptive.training.learning_rate import BuildScheduler, LearningRate, check_follows
-from torchtune_adaptive.training.objectives import Objective
-from torchtune_adaptive.training.optimizers import OptimizerPolicy, leak_warning
+from torchtune_adaptive.training.objectives import Loss
+from torchtune_adaptive.training.optimizers import leak_warning
 from torchtune_adaptive.training.profiling import StepProfiler
-from torchtune_adaptive.training.recovery import prepare_recovery
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState, RunIdentity
 from torchtune_adaptive.training.sizes import SizeFinder, Sizes
@@ -51,12 +46,9 @@ class RecipeParts:
     """A recipe's parts for training. The trainer uses nothing else of a recipe.
 
     Attributes:
-        models: all models on the device, the trained one first.
-        optimizer_policy: when and how the optimizers step.
-        release: frees memory that a failed step holds outside of the models.
+        step: the train step, with the models and the optimizers.
         scheduler: the learning rate's scheduler, None for a constant rate; ``build_scheduler`` creates it again.
         sampler: this rank's sampler over the data set.
-        collate: makes a batch from a list of samples.
         tokenizer_max_seq_len: length to which samples are truncated, None if they are not.
         batch_size, micro_steps: the config's samples per rank and micro-step, and micro-steps per optimizer step.
         epochs: the remaining epochs.
@@ -65,31 +57,24 @@ class RecipeParts:
         checkpoints: the folder of checkpoints.
         resumed: the checkpoint from which the run resumes; None for a new run.
         run: which run it is.
-        cfg: the run's config as the user gave it.
-        config: its values by their dotted keys.
+        config: the run's config as the user gave it, by dotted keys.
         loss_adds_up: whether the loss of a micro-batch is known to be the sum of those of its parts. Otherwise that is
             tried before training.
         why_unrecoverable: why training cannot recover from an out-of-memory error; "" if it can.
         before_step: called before each optimizer step with the number of steps done.
         save: called after each epoch with the epoch and the state for a resumed run.
-        stop_requested: whether this rank was asked to end after its optimizer step.
     """
 
-    models: Sequence[nn.Module]
-    objective: Objective
-    optimizer_policy: OptimizerPolicy
-    release: Callable[[], object]
+    step: TrainStep
     scheduler: Any
     build_scheduler: BuildScheduler
     sampler: Any
-    collate: Callable[[Sequence[Row]], Any]
     row_format: RowFormat
     tokenizer_max_seq_len: int | None
     batch_size: int
     micro_steps: int
     max_steps_per_epoch: int | None
     epochs: range
-    device: torch.device
     ranks: int
     metric_logger: Any
     log_every_steps: int
@@ -99,132 +84,37 @@ class RecipeParts:
     checkpoints: CheckpointFolder
     resumed: Checkpoint | None
     run: RunIdentity
-    cfg: DictConfig
     config: Mapping[str, Any]
     loss_adds_up: bool
     why_unrecoverable: str
     before_step: Callable[[int], None]
     save: SaveEpoch
-    stop_requested: Callable[[], bool]
 
 
 def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Consensus) -> Trainer:
     """The trainer, with sizes by the settings, at the start of a run or where it resumes. A collective.
 
-    In order: what a step needs (meter, train step, loader), the saved state, the search for sizes, the batch size and
-    the position to start from, the preparation for out-of-memory errors, the learning rate, the run's files, and the
-    trainer of all these. Searches and trial_batches restore all state.
+    Searches and dry runs restore all state.
 
     Raises:
         InputError: data, settings and saved state do not match.
         NothingFitsError: one row does not fit.
-        RunEnded: the settings ask only for the search; its result is written.
     """
-    optimizer_policy = parts.optimizer_policy
-    model = nn.ModuleList(parts.models)
-    meter = _make_meter(parts, settings, model)
-    phases = Phases(parts.models, meter)
-    step = TrainStep(
-        parts.objective,
-        optimizer_policy,
-        collate=parts.collate,
-        device=parts.device,
-        phases=phases,
-        meter=meter,
-        stop_requested=parts.stop_requested,
-    )
-    workload = Workload(
-        train_step=step,
-        model=model,
-        optimizers=optimizer_policy.optimizers,
-        device=parts.device,
-        meter=meter,
-        consensus=consensus,
-        release=parts.release,
-        state_comes_first=True,
-    )
+    step, loop = parts.step, parts.step.loop(consensus)
     loader = _make_loader(parts, settings.global_batch_size)
-    checkpoints = StepCheckpoints(
-        parts.checkpoints, optimizer_policy.model, optimizer_policy.optimizers, settings, consensus
-    )
+    checkpoints = StepCheckpoints(parts.checkpoints, step.policy.model, loop.optimizers, settings, consensus)
     saved = checkpoints.load(parts.resumed, config=parts.config)
-    growth = BatchGrowth(
-        settings.batch_increase_function,
-        total_epochs=parts.epochs.stop,
-        samples_per_unit=loader.samples_per_step_at(1),
-        consensus=consensus,
-    )
-    if growth.grows or settings.lr_scaling != "none":
-        check_follows(parts.scheduler)
+    growth = _make_growth(parts, settings, loader, consensus)
     with keep_random_states():  # the data set's transforms and the user's function may use them
-        parts.row_format.check_sample(loader.dataset)
-        growth.sizes(loader.batch_size)  # so that an invalid answer is found before the search
-        sizes = SizeFinder(
-            workload,
-            loader,
-            parts.row_format,
-            settings,
-            models=parts.models,
-            wanted_rows=parts.batch_size,
-            tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
-        ).find()
-        if meter is not None:
-            meter.limit_bytes = settings.memory_limit_bytes  # that of training
-        start = starting_point(
-            loader,
-            growth,
-            sizes,
-            settings=settings,
-            epochs_run=parts.epochs.start,
-            saved=saved,
-        )
+        sizes = _find_sizes(parts, settings, loop, loader, growth)
+        start = starting_point(loader, growth, sizes, settings=settings, epochs_run=parts.epochs.start, saved=saved)
         loader.set_batch_size(start.batch_size)
         check_fills_step(loader, start.batch_size)
-        limit = sizes.limit(loader.rows_per_micro_step)
-        if (
-            not optimizer_policy.accumulates and limit.size < loader.rows_per_micro_step
-        ):  # the step would have to be cut
-            raise InputError(
-                f"`optimizer_in_bwd` must be False to resume with a batch of {loader.rows_per_micro_step} rows, of"
-                f" which {limit.size} fit now, but is True instead."
-            )
-        micro_batches = MicroBatcher(limit, parts.row_format, consensus, loader.dataset, adds_up=parts.loss_adds_up)
-        watch = PressureWatch(consensus, meter, phases)
-        recoverable = RecoverableStep(
-            model,
-            step.micro_step,
-            micro_batch_size=micro_batches,
-            optimizer=optimizer_policy.optimizers,
-            release=parts.release,
-            padded_rows=micro_batches.padded_rows if parts.row_format.memory_follows_tokens else None,
-            on_event=lambda event: trainer.note_event(event),
-            watch=watch,
-            steps_done=start.steps_done,
-        )
-        if sizes.result is not None and not isinstance(settings.max_tokens_per_micro_batch, int):
-            recoverable.backoff.fitted(limit.size)
-            recoverable.sizes.fitted(sizes.fitted_size)
-        prepare_recovery(
-            recoverable,
-            loader.dataset,
-            optimizers=optimizer_policy.optimizers,
-            watch=watch,
-            device=parts.device,
-            is_wanted=settings.oom_recovery,
-            why_not=parts.why_unrecoverable,
-        )
-        if meter is not None:
-            meter.reset()  # its peak is that of training
-        creates_state = optimizer_policy.accumulates and not any(
-            optimizer.state for optimizer in optimizer_policy.optimizers
-        )
-        # Without a search, training stays equal to torchtune's bit for bit. Only CUDA's allocator caches memory.
-        if creates_state and sizes.result is not None and parts.device.type == "cuda":
-            micro_batches.start_small()
+        micro_batches = _make_micro_batches(parts, sizes, loader, consensus)
+        recoverable = _make_recoverable(parts, settings, loop, micro_batches, loader, sizes, start)
         rate = _make_rate(parts, settings, loader, start, saved, grows=growth.grows)
-        own_limit_bytes = allowed_bytes(parts.device, settings.memory_limit_bytes) or 0
-        memory_limit_bytes = consensus.min_over_ranks(own_limit_bytes) or None
-        run_log = _begun_log(parts, settings, start, sizes, memory_limit_bytes)
+        limit_bytes = consensus.min_over_ranks(allowed_bytes(step.device, settings.memory_limit_bytes) or 0) or None
+        run_log = _begin_log(parts, settings, start, sizes, limit_bytes)
         step_log = StepLog(
             parts.metric_logger,
             run_log,
@@ -236,24 +126,23 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             checkpoints=parts.checkpoints.finished,
             resumed=None if parts.resumed is None else (parts.resumed.path, start.steps_done),
             every_steps=parts.log_every_steps,
-            device=parts.device if parts.with_memory_stats else None,
+            device=step.device if parts.with_memory_stats else None,
             ranks=parts.ranks,
-            memory_limit_bytes=memory_limit_bytes,
+            memory_limit_bytes=limit_bytes,
             found=sizes.result,
             logs=parts.config.get("metric_logger.log_dir"),
         )
         saver = RunSaver(
             loader,
             micro_batches,
-            recoverable.sizes,
             (rate, growth, recoverable.backoff),
             checkpoints,
-            RankStates(consensus, parts.device),
+            RankStates(consensus, step.device),
             consensus=consensus,
             save_epoch=parts.save,
             run=parts.run,
             config=parts.config,
-            memory_limit_bytes=memory_limit_bytes,
+            memory_limit_bytes=limit_bytes,
         )
         trainer = Trainer(
             step,
@@ -275,19 +164,9 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             trainer.load_state(saved)
     if settings.overrides_batching:
         _note_batch_size(trainer, parts, settings, start)
-    if consensus.rank == 0 and (leak := leak_warning(optimizer_policy.optimizers)):
+    if consensus.rank == 0 and (leak := leak_warning(loop.optimizers)):
         log.warning(leak)
-    if settings.search_only:
-        found = found_values(settings, sizes, rows=loader.rows_per_micro_step)
-        end_search(parts.cfg, found, seq_len=sizes.seq_len, consensus=consensus)
     return trainer
-
-
-def _make_meter(parts: RecipeParts, settings: AdaptiveSettings, models: nn.Module) -> MemoryMeter | None:
-    """The meter. None on a CPU without a limit, where it would only cost time."""
-    if parts.device.type != "cuda" and (parts.device.type != "cpu" or settings.memory_limit_bytes is None):
-        return None
-    return meter_for(parts.device, models, parts.optimizer_policy.optimizers, exact=False)
 
 
 def _make_loader(parts: RecipeParts, samples_per_step: int | None) -> StepLoader:
@@ -296,6 +175,122 @@ def _make_loader(parts: RecipeParts, samples_per_step: int | None) -> StepLoader
         return GlobalStepLoader(parts.sampler, parts.row_format, batch_size=samples_per_step, **options)
     options |= {"batch_size": parts.batch_size, "micro_steps": parts.micro_steps}
     return StepLoader(parts.sampler, parts.row_format, **options)
+
+
+def _make_growth(
+    parts: RecipeParts, settings: AdaptiveSettings, loader: StepLoader, consensus: Consensus
+) -> BatchGrowth:
+    """The growth of the batch, which needs a learning rate that can follow it."""
+    growth = BatchGrowth(
+        settings.batch_increase_function,
+        total_epochs=parts.epochs.stop,
+        samples_per_unit=loader.samples_per_step_at(1),
+        consensus=consensus,
+    )
+    if growth.grows or settings.lr_scaling != "none":
+        check_follows(parts.scheduler)
+    return growth
+
+
+def _find_sizes(
+    parts: RecipeParts, settings: AdaptiveSettings, loop: Loop, loader: StepLoader, growth: BatchGrowth
+) -> Sizes:
+    """The sizes of micro-batches, searched if the settings ask for it. A collective."""
+    parts.row_format.check_sample(loader.dataset)
+    growth.sizes(loader.batch_size)  # so that an invalid answer is found before the search
+    sizes = SizeFinder(
+        loop,
+        loader,
+        parts.row_format,
+        settings,
+        models=parts.step.models,
+        wanted_rows=parts.batch_size,
+        tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
+    ).find()
+    if loop.meter is not None:
+        loop.meter.limit_bytes = settings.memory_limit_bytes  # that of training
+    return sizes
+
+
+def _make_micro_batches(parts: RecipeParts, sizes: Sizes, loader: StepLoader, consensus: Consensus) -> MicroBatcher:
+    """What cuts the samples of a step into micro-batches that fit."""
+    limit = sizes.limit(loader.rows_per_micro_step)
+    if not parts.step.policy.accumulates and limit.size < loader.rows_per_micro_step:  # the step would have to be cut
+        raise InputError(
+            f"With `optimizer_in_bwd: True` a batch is not cut, and of its {loader.rows_per_micro_step} rows only"
+            f" {limit.size} fit now."
+        )
+    return MicroBatcher(limit, parts.row_format, consensus, loader.dataset, adds_up=parts.loss_adds_up)
+
+
+def _make_recoverable(
+    parts: RecipeParts,
+    settings: AdaptiveSettings,
+    loop: Loop,
+    micro_batches: MicroBatcher,
+    loader: StepLoader,
+    sizes: Sizes,
+    start: StartingPoint,
+) -> RecoverableStep[Loss]:
+    """What runs micro-steps, prepared for out-of-memory errors while memory is free. A collective."""
+    watch = PressureWatch(loop.consensus, loop.meter, parts.step.phases)
+    recoverable = RecoverableStep(
+        loop.model,
+        parts.step.micro_step,
+        micro_batch_size=micro_batches,
+        optimizer=loop.optimizers,
+        release=loop.release,
+        padded_rows=micro_batches.padded_rows if parts.row_format.memory_follows_tokens else None,
+        watch=watch,
+        steps_done=start.steps_done,
+    )
+    if sizes.result is not None and not isinstance(settings.max_tokens_per_micro_batch, int):
+        recoverable.backoff.fitted(micro_batches.limit.size)
+    prepare_recovery(
+        recoverable, loop, watch, loader.dataset, is_wanted=settings.oom_recovery, why_not=parts.why_unrecoverable
+    )
+    if loop.meter is not None:
+        loop.meter.reset()  # its peak is that of training
+    creates_state = parts.step.policy.accumulates and not any(one.state for one in loop.optimizers)
+    # Without a search, training stays equal to torchtune's bit for bit. Only CUDA's allocator caches memory.
+    if creates_state and sizes.result is not None and loop.device.type == "cuda":
+        micro_batches.start_small()
+    return recoverable
+
+
+def prepare_recovery(
+    recoverable: RecoverableStep[Any],
+    loop: Loop,
+    watch: PressureWatch,
+    dataset: Sequence[Row],
+    *,
+    is_wanted: bool,
+    why_not: str,
+) -> None:
+    """Create the optimizers' state, and prepare recovery while memory is free. A collective.
+
+    If recovery is not possible, this is logged, and an out-of-memory error will end the run.
+    Args:
+        is_wanted: whether to recover, if it is possible.
+        why_not: why recovery is not possible, if that is known.
+
+    Raises:
+        CannotCutError: the loss of a micro-batch is not the sum of those of its rows.
+        NothingFitsError: the optimizers' state or the smallest micro-step does not fit.
+    """
+    if is_wanted:
+        try:
+            if why_not:
+                raise cannot_recover(why_not)
+            recoverable.dry_run(dataset)
+            return
+        except CannotCutError:
+            raise
+        except CannotRecoverError as error:
+            utils.log_rank_zero(log, str(error))
+    recoverable.disable()
+    allocate_states(loop.optimizers, watch)
+    free_memory(loop.device)
 
 
 def _make_rate(
@@ -310,7 +305,7 @@ def _make_rate(
     """The learning rate, at the step from which the run starts."""
     rate = LearningRate(
         parts.scheduler,
-        parts.optimizer_policy.optimizers,
+        parts.step.policy.optimizers,
         parts.build_scheduler,
         total_epochs=parts.epochs.stop,
         schedule_steps=start.schedule_steps,
@@ -331,7 +326,7 @@ def _make_rate(
     return rate
 
 
-def _begun_log(
+def _begin_log(
     parts: RecipeParts, settings: AdaptiveSettings, start: StartingPoint, sizes: Sizes, memory_limit_bytes: int | None
 ) -> RunLog:
     """The run's log, begun, with the result of the search."""
@@ -377,7 +372,7 @@ def _note_batch_size(trainer: Trainer, parts: RecipeParts, settings: AdaptiveSet
         return
     trainer.note_batch_size(reason, epoch=parts.epochs.start, samples_per_step_in_config=in_config)
     text = f"An optimizer step has {samples} samples, but had {in_config} in the config"
-    if not parts.optimizer_policy.accumulates:  # with `optimizer_in_bwd`, which allows neither of the keys
+    if not parts.step.policy.accumulates:  # with `optimizer_in_bwd`, which allows neither of the keys
         text += ", for which its learning rate was chosen"
     else:
         text += f": adaptive.global_batch_size={in_config} keeps {in_config}"

@@ -5,7 +5,7 @@ Shapes in comments: B rows of a micro-batch, S tokens of a row.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -15,19 +15,40 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of one micro-batch. A step's gradient is that of the sum of ``total`` divided by the sum of ``weight``.
+    """The loss of one micro-batch, or the sum of several. All values are scalars on the device.
+
+    A step's gradient is that of the sum of ``total`` divided by the sum of ``weight``.
 
     Attributes:
-        total: a scalar to call ``backward`` on.
-        weight: a scalar count, for example of unmasked tokens or of pairs; 0 if the micro-batch does not count.
+        total: the loss, on which ``backward`` is called.
+        weight: a count, for example of unmasked tokens or of pairs; 0 if the micro-batch does not count.
         num_tokens: tokens for the logged tokens per second; None if ``weight`` counts tokens.
         metrics: sums over the units of ``weight``, logged as means. "loss" replaces the loss of ``total`` in the log.
+        small_batch: only in steps whose gradient noise is measured: the squared norm of this rank's part of the small
+            batch's gradient, and the small batch's weight, in float64.
     """
 
     total: torch.Tensor
     weight: torch.Tensor
     num_tokens: torch.Tensor | None = None
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    small_batch: torch.Tensor | None = None
+
+    def detached(self) -> "Loss":
+        """The values without their graph. Without weight they are 0, because the mean of nothing is NaN."""
+        counts = self.weight > 0
+        metrics = {name: torch.where(counts, value.detach(), 0.0) for name, value in self.metrics.items()}
+        return replace(self, total=torch.where(counts, self.total.detach(), 0.0), metrics=metrics)
+
+    def __add__(self, other: "Loss") -> "Loss":
+        small_batches = [one.small_batch for one in (self, other) if one.small_batch is not None]
+        return Loss(
+            self.total + other.total,
+            self.weight + other.weight,
+            None if self.num_tokens is None or other.num_tokens is None else self.num_tokens + other.num_tokens,
+            {name: value + other.metrics[name] for name, value in self.metrics.items()},
+            torch.stack(small_batches).sum(dim=0) if small_batches else None,
+        )
 
 
 Objective: TypeAlias = Callable[[Any], Loss]  # from a batch on the device

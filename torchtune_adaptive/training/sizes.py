@@ -9,16 +9,17 @@ from typing import Any
 from torch import nn
 from torchtune import utils
 
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.search.find import search
 from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.engine.search.tables import length_table, probe_table, rate_table, summary
 from torchtune_adaptive.engine.search.throughput import smallest_near_best, tokens_per_second
 from torchtune_adaptive.engine.search.token_budget import search_token_budget
-from torchtune_adaptive.engine.search.workload import Workload
-from torchtune_adaptive.errors import InputError, quote
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit, halvings
 from torchtune_adaptive.training.batch.loader import StepLoader, check_fills_step
+from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.batch.rank_shares import largest_share
 from torchtune_adaptive.training.batch.row_format import Row, RowFormat, check_row_length, is_packed
 
@@ -31,7 +32,6 @@ class Sizes:
 
     Attributes:
         result: the search's result, None without a search.
-        fitted_size: the size of the largest micro-batch that fitted in the search, by ``RowFormat.size_of``.
         seq_len: the length of the probes' rows in tokens, None without a search.
         fitting_rows: rows to use if more are requested than fit, None without a search.
         max_rows: an upper bound on rows, even if more fit; None: no such bound.
@@ -40,7 +40,6 @@ class Sizes:
     """
 
     result: SearchResult | None = None
-    fitted_size: int = 0
     seq_len: int | None = None
     fitting_rows: int | None = None
     max_rows: int | None = None
@@ -66,14 +65,14 @@ class SizeFinder:
     """Finds the sizes that a run needs.
 
     Attributes:
-        workload: its train step takes the micro-batches of a step, as lists of rows.
+        loop: its micro-steps take ``MicroBatch``es.
         loader: the loader as configured, before the search.
         models: all models that process rows; each may limit their length.
         wanted_rows: the config's ``batch_size``.
         tokenizer_max_seq_len: length to which the tokenizer truncates samples; None if it does not.
     """
 
-    workload: Workload
+    loop: Loop
     loader: StepLoader
     row_format: RowFormat
     settings: AdaptiveSettings
@@ -92,19 +91,18 @@ class SizeFinder:
         budget = settings.max_tokens_per_micro_batch
         if budget is not None and is_packed(dataset):
             raise InputError(
-                "`dataset.packed` must be False for `max_tokens_per_micro_batch`, because packed rows have one length,"
-                " but is True instead."
+                "`max_tokens_per_micro_batch` has no effect with `dataset.packed: True`: packed rows have one length."
             )
         if budget is not None and not self.row_format.memory_follows_tokens:
             raise InputError(
-                "`max_tokens_per_micro_batch` must be null for samples with images, because memory also follows the"
-                f" images, but is {quote(budget)} instead."
+                f"`max_tokens_per_micro_batch: {budget}` cannot be used with images, whose memory follows not only"
+                " tokens."
             )
-        sizes = self._search() if settings.searches_on(self.workload.device.type) else Sizes()
+        sizes = self._search() if settings.searches_on(self.loop.device.type) else Sizes()
         if isinstance(budget, int):
             # Otherwise the tokenizer truncates samples to fewer tokens.
             if longest is None or self.row_format.sequences * longest > budget:
-                self.row_format.check_lengths(dataset, max_tokens=budget, consensus=self.workload.consensus)
+                self.row_format.check_lengths(dataset, max_tokens=budget, consensus=self.loop.consensus)
             sizes = replace(sizes, token_budget=budget)
         if self.loader.is_global:
             bound = sizes.fitting_rows if settings.objective == "throughput" else None
@@ -115,12 +113,11 @@ class SizeFinder:
         check_fills_step(self.loader, 1)
         options, bound, row = self.settings.search_options, self._bound(), self._worst_row()
         seq_len = self.row_format.num_tokens(row)
-        result = search(self.workload, partial(self._probe_batch, row), options, start=self.wanted_rows, bound=bound)
+        result = search(self.loop, partial(self._probe_batch, row), options, start=self.wanted_rows, bound=bound)
         utils.log_rank_zero(
             log, f"Probes, with the figures of rank 0:\n{probe_table(result)}\n{summary(result, seq_len)}"
         )
-        fitted_size = self.row_format.size_of([row] * result.exact_batch_size)
-        sizes = Sizes(result=result, fitted_size=fitted_size, seq_len=seq_len, fitting_rows=result.batch_size)
+        sizes = Sizes(result=result, seq_len=seq_len, fitting_rows=result.batch_size)
         if self.settings.max_tokens_per_micro_batch == "auto":
             sizes = replace(sizes, token_budget=self._largest_token_budget(row, result, bound))
         if self.settings.objective == "throughput":
@@ -131,11 +128,11 @@ class SizeFinder:
     def _largest_token_budget(self, row: Row, result: SearchResult, max_rows: int) -> int:
         """Padded tokens of the largest micro-batch that fits for any row lengths. A collective."""
 
-        def make_batch(rows: int, length: int) -> list[list[Row]]:
+        def make_batch(rows: int, length: int) -> list[MicroBatch]:
             return self._probe_batch(self.row_format.stretched(row, length // self.row_format.sequences), rows)
 
         budget, tried = search_token_budget(
-            self.workload,
+            self.loop,
             make_batch,
             self.settings.search_options,
             result,
@@ -151,7 +148,7 @@ class SizeFinder:
         """Tokens per second of the size found and of its halvings. A collective."""
         tokens = self.row_format.padded_tokens(row)
         rates = tokens_per_second(
-            self.workload,
+            self.loop,
             partial(self._probe_batch, row),
             halvings(result.batch_size, above=0),
             num_tokens=lambda rows: rows * tokens * len(self._probe_batch(row, rows)),
@@ -172,7 +169,7 @@ class SizeFinder:
         samples = loader.samples_per_step_at(max(loader.batch_size, min(limit, largest)))
         return largest_share(samples, ranks=loader.ranks)
 
-    def _probe_batch(self, row: Row, rows: int) -> list[list[Row]]:
+    def _probe_batch(self, row: Row, rows: int) -> list[MicroBatch]:
         """The micro-batches of a probe with ``rows`` copies of ``row``."""
         settings, loader = self.settings, self.loader
         if (
@@ -191,7 +188,7 @@ class SizeFinder:
             self.loader.dataset,
             seq_len=seq_len,
             tokenizer_max_seq_len=longest,
-            consensus=self.workload.consensus,
+            consensus=self.loop.consensus,
         )
         num_tokens = self.row_format.num_tokens(row)
         for model in self.models:
@@ -203,10 +200,10 @@ class SizeFinder:
         return row
 
 
-def probe_batch(row: Any, rows: int, *, micro_steps: int) -> list[list[Any]]:
+def probe_batch(row: Any, rows: int, *, micro_steps: int) -> list[MicroBatch]:
     """The micro-batches of a probe with ``rows`` times ``row``. At most two: from the second one on, gradients exist.
 
-    >>> probe_batch("row", 2, micro_steps=8)
+    >>> [one.rows for one in probe_batch("row", 2, micro_steps=8)]
     [['row', 'row'], ['row', 'row']]
     """
-    return [[row] * rows] * min(2, micro_steps)
+    return [MicroBatch([row] * rows)] * min(2, micro_steps)

@@ -18,7 +18,7 @@ from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.loader import StepLoader
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.training.run_log import RunLog
-from torchtune_adaptive.training.step_figures import StepResult
+from torchtune_adaptive.training.step_result import StepResult
 from torchtune_adaptive.training.summary import arrows, log_end
 from torchtune_adaptive.training.train_step import TrainStep
 
@@ -150,7 +150,7 @@ class StepLog:
         limit = self.micro_batches.limit
         figures: dict[str, Any] = {
             "loss": result.loss,
-            "lr": self.step.optimizer_policy.learning_rate,
+            "lr": self.step.policy.learning_rate,
             "tokens_per_second_per_gpu": result.num_tokens / (seconds * self.ranks),
             "global_batch_size": self.loader.samples_per_step,
             limit.key: limit.size,
@@ -180,8 +180,6 @@ class StepLog:
         for event in (one for one in events if one.pressure):
             names = ("step", "phase", "figures", "error", "before", "after", "unit")
             values = {name: getattr(event, name) for name in names}
-            if event.too_large is not None:
-                values |= {"too_large": event.too_large, "size_unit": event.size_unit}
             self.run_log.append(event=_MEMORY_EVENTS[event.pressure], ranks=list(event.ranks), **values)
         self.run_log.checkpoints(self.checkpoints)  # also those written in the background
 
@@ -189,11 +187,6 @@ class StepLog:
         loader, retries, found = self.loader, self.recoverable.retries, self.found
         sizes = [entry["batch_size"] for entry in self.run_log.history] + [loader.batch_size]
         micro_batch = f"at most {self.micro_batches.limit} per rank"
-        known = self.recoverable.sizes
-        if known.limit is not None:
-            micro_batch += f"; from {known.limit} tokens on it is cut"
-            if known.largest_fitted < known.limit:
-                micro_batch += f" ({known.largest_fitted} have fitted on rank 0)"
         if found is not None:
             micro_batch += f" (found {found.exact_batch_size}, used {found.batch_size}, by {found.strategy})"
         return {

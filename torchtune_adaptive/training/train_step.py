@@ -1,9 +1,7 @@
 """One optimizer step: accumulate micro-steps, sum over ranks, normalize, clip and step."""
 
 import contextlib
-import functools
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
@@ -15,6 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torchtune import utils
 
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.out_of_memory import (
     comes_from_out_of_memory,
@@ -24,38 +24,56 @@ from torchtune_adaptive.engine.memory.out_of_memory import (
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.batch.row_format import Row
-from torchtune_adaptive.training.objectives import Objective
+from torchtune_adaptive.training.objectives import Loss, Objective
 from torchtune_adaptive.training.optimizers import OptimizerPolicy, divisor, sum_over_ranks
-from torchtune_adaptive.training.step_figures import StepFigures, StepSums
 
 
 @dataclass(eq=False)
 class TrainStep:
-    """Runs optimizer steps of one objective.
+    """An optimizer step of a recipe: ``micro_step`` for each micro-batch, then ``finish`` with the sum of their losses.
 
     Attributes:
+        models: all models on the device, the trained one first.
+        policy: when and how the optimizers step.
         collate: makes a batch in host memory from a list of rows.
         phases: tracks the current phase.
         meter: the device's meter, which must count batches explicitly; None without a meter.
+        release: frees what a failed step holds outside of the models.
         stop_requested: whether this rank was asked to end; the step's own all-reduce tells all ranks.
     """
 
+    models: Sequence[nn.Module]
     objective: Objective
-    optimizer_policy: OptimizerPolicy
+    policy: OptimizerPolicy
     _: KW_ONLY
     collate: Callable[[Sequence[Row]], Any]
     device: torch.device
     phases: Phases
     meter: MemoryMeter | None
+    release: Callable[[], object] = lambda: None
     stop_requested: Callable[[], bool] = lambda: False
     _has_finished_one: bool = field(default=False, init=False)
+
+    def loop(self, consensus: Consensus) -> Loop:
+        """What search, recovery and plan run."""
+        return Loop(
+            model=nn.ModuleList(self.models),
+            optimizers=self.policy.optimizers,
+            device=self.device,
+            micro_step=self.micro_step,
+            finish=self.finish,
+            release=self.release,
+            consensus=consensus,
+            meter=self.meter,
+            state_comes_first=True,
+        )
 
     @property
     def metered(self) -> AbstractContextManager[Any]:
         """The context in which the device's memory is metered, if there is a meter."""
         return contextlib.nullcontext() if self.meter is None else self.meter
 
-    def micro_step(self, micro_batch: MicroBatch) -> StepSums:
+    def micro_step(self, micro_batch: MicroBatch) -> Loss:
         """Forward pass, loss and backward pass of one micro-batch. With FSDP2 a collective.
 
         The last micro-step of a small batch also measures the accumulated gradient.
@@ -63,65 +81,62 @@ class TrainStep:
         self.phases.enter("forward")
         loss = self.objective(self._batch(micro_batch.rows))  # hooks enter the phase "loss" after the forward pass
         self.phases.enter("backward")
-        self.optimizer_policy.backward(loss)
-        sums = StepSums.of(loss)
-        del loss  # only the sums outlive the backward pass
+        self.policy.backward(loss)
+        loss = loss.detached()
         if not micro_batch.is_small:
-            return sums
-        norm_squared = torch.zeros((), dtype=torch.float64, device=sums.loss.device)
+            return loss
+        norm_squared = torch.zeros((), dtype=torch.float64, device=loss.total.device)
         if micro_batch.ends_small:
-            norm_squared = own_norm_squared(self.optimizer_policy.model).to(norm_squared)
-        return replace(sums, small_batch=torch.stack((norm_squared, sums.weight.double())))
+            norm_squared = own_norm_squared(self.policy.model).to(norm_squared)
+        return replace(loss, small_batch=torch.stack((norm_squared, loss.weight.double())))
 
-    def finish(self, sums: StepSums) -> StepFigures:
+    def finish(self, sums: Loss) -> torch.Tensor:
         """Normalize gradients by the weight of all ranks, clip them, and step the optimizers. A collective.
 
-        Raises:
-            RuntimeError: out of memory after all ranks had agreed that the micro-steps succeeded.
+        Returns a float64 vector over all ranks for ``StepResult.read``: loss, weight, tokens, number of ranks that were
+        asked to end, the metrics, the gradient's norm if it is clipped, and the measured sums.
         """
-        creates_state = not self._has_finished_one and not any(one.state for one in self.optimizer_policy.optimizers)
-        if creates_state:
-            self._free_cache()
-        try:
-            figures = self._finish(sums)
-        except Exception as error:
-            if not comes_from_out_of_memory(error) and not is_out_of_memory_in_collective(error):
-                raise
-            raise RuntimeError(
-                f"out of memory in phase {self.phases.now!r}, when parameters and optimizer state may be half updated:"
-                " the run must end, and may resume from its last checkpoint; an 8-bit optimizer, LoRA or more ranks"
-                " would need less"
-            ) from error
-        if creates_state:
-            self._free_cache()
-        self._has_finished_one = True
-        return figures
-
-    def __call__(self, micro_batches: Sequence[Sequence[Row]]) -> StepFigures:
-        """A whole step over ``micro_batches``, without recovery: a probe. A collective."""
-        return self._finish(functools.reduce(operator.add, map(self.micro_step, map(MicroBatch, micro_batches))))
-
-    def _finish(self, sums: StepSums) -> StepFigures:
         self.phases.enter("clip")
         values = self._sum_over_ranks(sums)
         weight = divisor(values[1]).to(sums.weight.dtype)
-        norm = self.optimizer_policy.normalize(weight)
+        norm = self.policy.normalize(weight)
         self.phases.enter("optimizer")
-        self.optimizer_policy.step()
+        self.policy.step()
         # Rounded as in torchtune, which divides a number by a tensor.
-        loss = weight.reciprocal() * values[0].to(sums.loss.dtype)
+        loss = weight.reciprocal() * values[0].to(sums.total.dtype)
         metrics_end = 4 + len(sums.metrics)
         parts = [loss.double()[None], values[1:4], values[4:metrics_end] / divisor(values[1])]
         if norm is not None:
             parts.append(norm.detach().to(values)[None])
         parts.append(values[metrics_end:])
-        names = (*sums.metrics, "grad_norm") if norm is not None else tuple(sums.metrics)
-        return StepFigures(torch.cat(parts), names)
+        return torch.cat(parts)
 
-    def _free_cache(self) -> None:
-        """Free what CUDA's allocator has cached, so that optimizer state and activations never share a block of it."""
-        if self.device.type == "cuda":
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Context of ``finish`` in training, where an out-of-memory error ends the run.
+
+        What CUDA's allocator has cached is freed before and after the first ``finish``, so that optimizer state and
+        activations never share a block.
+
+        Raises:
+            RuntimeError: out of memory after all ranks had agreed that the micro-steps succeeded.
+        """
+        creates_state = not self._has_finished_one and not any(one.state for one in self.policy.optimizers)
+        frees_cache = creates_state and self.device.type == "cuda"
+        if frees_cache:
             free_memory(self.device)
+        try:
+            yield
+        except Exception as error:
+            if not comes_from_out_of_memory(error) and not is_out_of_memory_in_collective(error):
+                raise
+            raise RuntimeError(
+                f"out of memory in phase {self.phases.now!r}: parameters and optimizer state may be half updated, so"
+                " the run ends; resume from the last checkpoint. An 8-bit optimizer, LoRA or more ranks need less"
+            ) from error
+        if frees_cache:
+            free_memory(self.device)
+        self._has_finished_one = True
 
     def _batch(self, rows: Sequence[Row]) -> Any:
         if self.meter is None:
@@ -135,17 +150,17 @@ class TrainStep:
             return batch
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
 
-    def _sum_over_ranks(self, sums: StepSums) -> torch.Tensor:
+    def _sum_over_ranks(self, sums: Loss) -> torch.Tensor:
         """Loss, weight, tokens, requests to end, metrics and measured sums, in one all-reduce. A collective.
 
         In float64, which holds counts exactly, and rounds the sum of two ranks as their own type does.
         """
         num_tokens = sums.weight if sums.num_tokens is None else sums.num_tokens
-        stop = torch.full_like(sums.loss, self.stop_requested())
-        scalars = [sums.loss, sums.weight, num_tokens, stop, *sums.metrics.values()]
+        stop = torch.full_like(sums.total, self.stop_requested())
+        scalars = [sums.total, sums.weight, num_tokens, stop, *sums.metrics.values()]
         values = torch.stack([value.detach().double() for value in scalars])
         if sums.small_batch is not None:
-            norm_squared = own_norm_squared(self.optimizer_policy.model).to(values.device)
+            norm_squared = own_norm_squared(self.policy.model).to(values.device)
             values = torch.cat((values, sums.small_batch, norm_squared[None]))
         return sum_over_ranks(values)
 

@@ -10,19 +10,19 @@ from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent
 from torchtune_adaptive.errors import RunEnded
-from torchtune_adaptive.training.batch.growth import BatchGrowth
+from torchtune_adaptive.training.batch.growth import BatchGrowth, gradient_norms
 from torchtune_adaptive.training.batch.limits import RowLimit
 from torchtune_adaptive.training.batch.loader import StepLoader, StepSamples
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
-from torchtune_adaptive.training.batch.noise_scale import gradient_norms
 from torchtune_adaptive.training.checkpoints.saver import RunSaver
 from torchtune_adaptive.training.learning_rate import LearningRate
+from torchtune_adaptive.training.objectives import Loss
 from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.sizes import Sizes
-from torchtune_adaptive.training.step_figures import StepFigures, StepResult, StepSums
 from torchtune_adaptive.training.step_log import StepLog
+from torchtune_adaptive.training.step_result import StepResult
 from torchtune_adaptive.training.train_step import TrainStep
 
 log = utils.get_logger("DEBUG")
@@ -41,7 +41,7 @@ class Trainer:
     """
 
     step: TrainStep
-    recoverable: RecoverableStep[StepSums]
+    recoverable: RecoverableStep[Loss]
     micro_batches: MicroBatcher
     loader: StepLoader
     growth: BatchGrowth
@@ -58,6 +58,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.epochs_run = self.epochs.start
+        self.recoverable.on_event = self._note_event
         self._resumes_within = False  # the first epoch, in which the batch has grown before
 
     def train(self) -> None:
@@ -75,7 +76,7 @@ class Trainer:
         self.step_log.finish("complete", step=self.global_step, epochs_run=self.epochs_run)
 
     def _train_epochs(self) -> None:
-        self.step.optimizer_policy.zero_grad()
+        self.step.policy.zero_grad()
         with self.profiler.running():
             for epoch in self.epochs:
                 if not self._resumes_within:
@@ -133,7 +134,7 @@ class Trainer:
                 self.profiler.begin_step(epoch, step)
                 began = time.perf_counter()
                 self.before_step(self.global_step)
-                result = self._measured_step(samples)
+                result = self.train_step(samples)
                 self.global_step += 1
                 self.rate.step()
                 seconds = waited_seconds + time.perf_counter() - began
@@ -144,28 +145,32 @@ class Trainer:
                 self.saver.after_step(epochs_run=epoch, step=self.global_step, stop=result.stop)
                 asked = time.perf_counter()  # a step includes the wait for its samples
 
-    def _measured_step(self, samples: StepSamples) -> StepResult:
-        """One optimizer step under the meter, which measures gradient norms if the growth needs them. A collective."""
+    def train_step(self, samples: StepSamples) -> StepResult:
+        """One optimizer step over ``samples``. It also measures the gradient's noise if growth needs it. A collective.
+
+        Raises:
+            NothingFitsError: a single row does not fit.
+            RuntimeError: out of memory after the last backward pass.
+        """
+        samples = replace(samples, measured=self.growth.measures(self.global_step))
         with self.step.metered:
-            result = self.train_step(replace(samples, measured=self.growth.measures(self.global_step))).read()
+            sums = self.recoverable(samples)  # forward and backward in micro-batches; smaller ones if memory runs out
+            with self.step.finishing():
+                values = self.step.finish(sums)  # one all-reduce, normalize, clip, optimizer
+            result = StepResult.read(values, sums)
         self.micro_batches.end_step()
         if result.measured:
-            ranks, num_samples = self.loader.ranks, samples.num_samples
-            self.growth.observe(gradient_norms(result.measured, weight=result.weight, samples=num_samples, ranks=ranks))
+            norms = gradient_norms(
+                result.measured, weight=result.weight, samples=samples.num_samples, ranks=self.loader.ranks
+            )
+            self.growth.observe(norms)
         return result
 
-    def train_step(self, samples: StepSamples) -> StepFigures:
-        """One optimizer step over ``samples``. A collective."""
-        sums = self.recoverable(samples)  # forward and backward in micro-batches; smaller ones if memory runs out
-        return self.step.finish(sums)  # one all-reduce, normalize, clip, optimizer
-
-    def note_event(self, event: MemoryEvent) -> None:
+    def _note_event(self, event: MemoryEvent) -> None:
         """Log a shortage of memory or its end, and add it to the run's log if micro-batches have changed."""
         self.step_log.write_events()  # at once, because the step may end the run
         limit = self.micro_batches.limit
-        if event.too_large is not None:
-            self.note(str(event), is_logged=event.is_logged, smallest_failed_size=event.too_large)
-        elif event.after != event.before:
+        if event.after != event.before:
             self.note(str(event), is_logged=event.is_logged, **{limit.key: limit.size})
         elif event.is_logged:
             utils.log_rank_zero(log, str(event))

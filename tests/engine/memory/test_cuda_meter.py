@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 from tests.support.toys import search_options
 from tests.training.test_step_log import RESULT, Parts
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.cuda_meter import CudaMeter
 from torchtune_adaptive.engine.memory.devices import describe_peak
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.engine.search.find import search
-from torchtune_adaptive.engine.search.workload import Workload
 
 DEVICE = torch.device("cuda:0")
 TOTAL = 100_000
@@ -348,8 +348,8 @@ class Trainee:
         self.cuda.give(needed)
 
     def search(self, meter: CudaMeter, limit_bytes: int) -> Any:
-        workload = Workload(
-            train_step=self.step,
+        loop = Loop(
+            micro_step=self.step,
             model=self.model,
             optimizers=[self.optimizer],
             device=torch.device("cpu"),
@@ -357,13 +357,13 @@ class Trainee:
             consensus=Consensus(),
         )
         options = search_options(memory_limit_bytes=limit_bytes, strategy="binary_search")
-        return search(workload, torch.ones, options, start=1, bound=1000)
+        return search(loop, lambda rows: [torch.ones(rows)], options, start=1, bound=1000)
 
 
 @pytest.fixture
 def freeing(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search frees the fake card's cache, although its model is on the CPU."""
-    monkeypatch.setattr("torchtune_adaptive.engine.search.workload.free_memory", lambda device: cuda.empty_cache())
+    monkeypatch.setattr("torchtune_adaptive.engine.loop.free_memory", lambda device: cuda.empty_cache())
 
 
 @pytest.mark.usefixtures("freeing")

@@ -442,7 +442,7 @@ def test_metering_changes_no_bit_of_loss_or_gradients(trainee: Trainee) -> None:
 def test_a_device_that_is_neither_cpu_nor_cuda_has_no_meter() -> None:
     meta = torch.device("meta")
     model = nn.Linear(2, 2, device=meta)
-    sentence = "`device` must be the CPU or CUDA for its memory to be metered, but is 'meta' instead"
+    sentence = "`device` must be the CPU or CUDA, but is 'meta' instead"
     with pytest.raises(InputError, match=sentence):
         meter_for(meta, model, [torch.optim.SGD(model.parameters())])
     with pytest.raises(InputError, match=sentence):

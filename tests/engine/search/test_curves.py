@@ -1,7 +1,6 @@
 """Where memory is no line in the rows, the search is exact too, in few steps and with few errors."""
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from tests.engine.search.test_find_max_batch_size import CPU, peak_of
 from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import SearchResult, find_max_batch_size
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.search.probe import Prober
 from torchtune_adaptive.engine.search.strategies import linear_extrapolation
@@ -56,10 +56,10 @@ class Card(MemoryMeter):
     def search(self, *, limit_bytes: int, bound: int = NO_BOUND) -> "Found":
         """What linear extrapolation finds, with the prober of a real search."""
         self.limit_bytes = limit_bytes
-        workload: Any = SimpleNamespace(
-            consensus=Consensus(), model=nn.Identity(), device=CPU, train_step=self.step, clean_up=lambda: None
+        loop = Loop(
+            model=nn.Identity(), optimizers=[], device=CPU, micro_step=self.step, consensus=Consensus(), meter=self
         )
-        prober = Prober(workload, lambda rows: rows, meter=self, forecasts=True)
+        prober = Prober(loop, lambda rows: [rows], meter=self, forecasts=True)
         rows = linear_extrapolation(
             prober.fits, prober.largest_forecast, prober.largest_along_curves, max_batch_size=bound
         )

@@ -15,9 +15,10 @@ from torch import nn
 
 from tests.support.toys import search_options, search_result
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.devices import meter_for
-from torchtune_adaptive.engine.search.find import first_that_fits, search
+from torchtune_adaptive.engine.search.find import search
 from torchtune_adaptive.engine.search.options import Strategy
 from torchtune_adaptive.engine.search.strategies import (
     Fits,
@@ -28,7 +29,6 @@ from torchtune_adaptive.engine.search.strategies import (
     linear_extrapolation,
     round_down_to_power_of_two,
 )
-from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import NothingFitsError
 
 LIMITS = range(201)
@@ -253,8 +253,8 @@ class Rows:
         self._gradient = torch.ones(1, 1)  # each step leaves it behind
         self._model = nn.Linear(1, 1)
         self._weight = self._model.weight.detach().numpy()  # the meter does not see its changes
-        self.workload = Workload(
-            train_step=self._train_step,
+        self.loop = Loop(
+            micro_step=self._train_step,
             model=self._model,
             optimizers=[],
             device=torch.device("cpu"),
@@ -273,7 +273,7 @@ class Rows:
             raise torch.OutOfMemoryError(f"never for {rows} rows, not even {kept.nbytes} bytes")
 
     def search(self, *, start: int = 1, bound: int = 100, **settings: Any) -> SearchResult:
-        return search(self.workload, lambda rows: rows, search_options(**settings), start=start, bound=bound)
+        return search(self.loop, lambda rows: [rows], search_options(**settings), start=start, bound=bound)
 
     def state(self) -> tuple[Any, ...]:
         return self._weight.item(), random.getstate()
@@ -429,28 +429,6 @@ def test_a_forecast_allows_for_what_is_reserved(rows: int, reserved: Callable[[i
     assert len(found.probes) <= 5
 
 
-# ---- in the middle of training
-
-
-@pytest.mark.parametrize(("sizes", "found"), [([40, 20, 10, 5], 10), ([12, 6], 12), ([50, 25], None), ([], None)])
-def test_the_first_size_that_fits_is_taken_and_all_state_is_restored(sizes: list[int], found: int | None) -> None:
-    device = Rows(SmallCard())
-    before = device.state()
-    options = search_options(memory_limit_bytes=16_000, margin=0.2)
-    assert first_that_fits(device.workload, lambda rows: rows, sizes, options=options) == found
-    assert device.taken == (sizes if found is None else sizes[: sizes.index(found) + 1])
-    assert set(device.meter.seen) <= {(12_800, True)}
-    assert device.meter.figures == (777, False)
-    assert device.state() == before
-
-
-def test_without_a_limit_the_free_memory_of_the_device_bounds_a_try() -> None:
-    device = Rows(SmallCard(limit_bytes=None, available_bytes=12_000))
-    options = search_options(margin=0.25)
-    assert first_that_fits(device.workload, lambda rows: rows, [12, 10, 9, 1], options=options) == 9
-    assert device.meter.figures == (None, False)
-
-
 class Stepped:
     """A model with AdamW whose steps record whether the optimizer had its state before, and change it."""
 
@@ -460,8 +438,8 @@ class Stepped:
         self.optimizer = torch.optim.AdamW(nn.Linear(100, 100, bias=False).parameters(), lr=0.1)
         (self._weight,) = self.optimizer.param_groups[0]["params"]
         model = nn.ParameterList([self._weight])
-        self.workload = Workload(
-            train_step=self._train_step,
+        self.loop = Loop(
+            micro_step=self._train_step,
             model=model,
             optimizers=[self.optimizer],
             device=torch.device("cpu"),
@@ -472,7 +450,7 @@ class Stepped:
 
     def search(self) -> SearchResult:
         options = search_options(memory_limit_bytes=self.limit_bytes)
-        return search(self.workload, lambda rows: rows, options, start=1, bound=4)
+        return search(self.loop, lambda rows: [rows], options, start=1, bound=4)
 
     def _train_step(self, rows: int) -> None:
         self.had_state.append(bool(self.optimizer.state))

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from torchtune_adaptive.engine import loop
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.search import throughput, workload
+from torchtune_adaptive.engine.loop import Loop
+from torchtune_adaptive.engine.search import throughput
 from torchtune_adaptive.engine.search.throughput import smallest_near_best, tokens_per_second
-from torchtune_adaptive.engine.search.workload import Workload
 
 
 @settings(max_examples=200)
@@ -31,7 +32,7 @@ def test_the_size_chosen_is_within_two_percent_of_the_best_and_no_smaller_one_is
 
 
 class Timed:
-    """A workload whose steps of a size take, one after the other, the seconds in ``seconds`` for that size."""
+    """A loop whose steps of a size take, one after the other, the seconds in ``seconds`` for that size."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, list[float]], consensus: Consensus | None = None
@@ -45,8 +46,8 @@ class Timed:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         first = min(seconds)  # has one step before all others, which is not counted
         self._seconds = {size: iter([50.0] * (size == first) + ones) for size, ones in seconds.items()}
-        self.workload = Workload(
-            train_step=self._train_step,
+        self.loop = Loop(
+            micro_step=self._train_step,
             model=self.model,
             optimizers=[self.optimizer],
             device=torch.device("cpu"),
@@ -64,12 +65,12 @@ class Timed:
     def _release(self) -> None:
         self.forgotten += 1
 
-    def make_batch(self, size: int) -> torch.Tensor:
+    def make_batch(self, size: int) -> list[torch.Tensor]:
         self.now_s += 1000.0  # making a batch is not training
-        return torch.ones(size, 2)
+        return [torch.ones(size, 2)]
 
     def rates(self, sizes: list[int], *, num_tokens: int = 60) -> dict[int, float]:
-        return tokens_per_second(self.workload, self.make_batch, sizes, num_tokens=lambda size: num_tokens * size)
+        return tokens_per_second(self.loop, self.make_batch, sizes, num_tokens=lambda size: num_tokens * size)
 
     def state(self) -> list[Any]:
         """Copies of all that a step may change."""
@@ -124,14 +125,14 @@ def test_a_step_is_timed_from_an_idle_device_to_its_end(monkeypatch: pytest.Monk
         return float(len(events))
 
     monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr(workload, "free_memory", lambda device: None)
-    on_cuda = Workload(
-        train_step=lambda batch: events.append(batch),
+    monkeypatch.setattr(loop, "free_memory", lambda device: None)
+    on_cuda = Loop(
+        micro_step=lambda batch: events.append(batch),
         model=made.model,
         optimizers=[],
         device=torch.device("cuda"),
         meter=None,
         consensus=Consensus(),
     )
-    tokens_per_second(on_cuda, lambda size: "step", [1], num_tokens=lambda size: 0)
+    tokens_per_second(on_cuda, lambda size: ["step"], [1], num_tokens=lambda size: 0)
     assert events == ["step"] + ["waited for cuda", "clock", "step", "waited for cuda", "clock"] * 6

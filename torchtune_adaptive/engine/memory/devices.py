@@ -37,6 +37,18 @@ def meter_for(
     return meter
 
 
+def meter_of_run(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    device: torch.device,
+    limit_bytes: int | None,
+) -> MemoryMeter | None:
+    """The meter of a training run; None on a CPU without a limit, where it would only cost time."""
+    if device.type != "cuda" and (device.type != "cpu" or limit_bytes is None):
+        return None
+    return meter_for(device, nn.ModuleList(models), optimizers, exact=False)
+
+
 def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
     """The optimizers of an argument that is one, or several of them. Of one that accelerate has prepared, torch's own.
 
@@ -62,7 +74,7 @@ def computing_device(model: nn.Module) -> torch.device:
     """
     parameter = next(model.parameters(), None)
     if parameter is None:
-        raise InputError("`model` must have parameters, but has none.")
+        raise InputError("`model` has no parameters.")
     mesh_type = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
     if mesh_type == parameter.device.type:
         return parameter.device
@@ -79,11 +91,10 @@ def check_limit(limit_bytes: int | None, device: torch.device) -> None:
     uncached = os.environ.get(_NO_CACHING)
     if device.type == "cuda" and uncached is not None:
         raise InputError(
-            f"`{_NO_CACHING}` must not be set if memory is limited, which CUDA's caching allocator does,"
-            f" but is {uncached!r}."
+            f"`{_NO_CACHING}` is set ({uncached!r}), but only CUDA's caching allocator can limit memory: unset it."
         )
     if limit_bytes is None and device.type == "cpu":
-        raise InputError("`memory_limit` must be given for a search on the CPU, for example 512MiB, but is None.")
+        raise InputError("A search on the CPU needs `memory_limit`, for example 512MiB.")
     if limit_bytes is not None and limit_bytes > device_bytes:
         raise InputError(
             f"`memory_limit` must be at most what the device has ({format_bytes(device_bytes)}),"

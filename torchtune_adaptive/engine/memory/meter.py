@@ -116,5 +116,5 @@ def device_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     if device.type != "cpu":
-        raise InputError(f"`device` must be the CPU or CUDA for its memory to be metered, but is '{device}' instead.")
+        raise InputError(f"`device` must be the CPU or CUDA, but is '{device}' instead.")
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

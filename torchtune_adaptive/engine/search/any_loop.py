@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.ddp_ledger import compiled_as_a_whole
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.devices import computing_device, meter_for, optimizers_of
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.engine.recovery.optimizer_state import check_optimizers
@@ -21,7 +22,6 @@ from torchtune_adaptive.engine.search.find import search
 from torchtune_adaptive.engine.search.options import SearchOptions, Strategy
 from torchtune_adaptive.engine.search.strategies import NO_BOUND, SMALL_BATCH_SIZES, Probe, SearchResult
 from torchtune_adaptive.engine.search.token_budget import search_token_budget
-from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError, require_integer
 from torchtune_adaptive.text import count_text, parse_memory
 
@@ -33,9 +33,9 @@ def find_max_batch_size(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     memory_limit: int | str | None = None,
-    strategy: Strategy = "linear_extrapolation",
-    power_of_two: bool = False,
-    margin: float = 0.05,
+    strategy: Strategy = SearchOptions.strategy,
+    power_of_two: bool = SearchOptions.power_of_two,
+    margin: float = SearchOptions.margin,
     max_batch_size: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> SearchResult:
@@ -86,11 +86,10 @@ def find_max_batch_size(
         margin=margin,
     )
     if strategy == "decrease_until_oom" and max_batch_size is None:
-        raise InputError("`max_batch_size` must be a number for strategy 'decrease_until_oom', but is None instead.")
-    with _workload(train_step, model, optimizer, process_group) as workload:
-        return search(
-            workload, make_batch, options, start=SMALL_BATCH_SIZES[0], bound=options.max_batch_size or NO_BOUND
-        )
+        raise InputError("`decrease_until_oom` needs `max_batch_size`, from which it starts.")
+    with _loop(train_step, model, optimizer, process_group) as loop:
+        bound = options.max_batch_size or NO_BOUND
+        return search(loop, lambda n: [make_batch(n)], options, start=SMALL_BATCH_SIZES[0], bound=bound)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +123,7 @@ def find_max_tokens(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     memory_limit: int | str | None = None,
-    margin: float = 0.05,
+    margin: float = SearchOptions.margin,
     max_rows: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> TokenSearchResult:
@@ -157,30 +156,31 @@ def find_max_tokens(
     """
     require_integer("seq_len", seq_len, minimum=1)
     options = SearchOptions(
-        strategy="linear_extrapolation",
-        power_of_two=False,
-        memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit),
-        margin=margin,
+        memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit), margin=margin
     )
     bound = NO_BOUND if max_rows is None else require_integer("max_rows", max_rows, minimum=1)
-    with _workload(train_step, model, optimizer, process_group) as workload:
+    with _loop(train_step, model, optimizer, process_group) as loop:
+
+        def micro_batches(rows: int, length: int) -> list[Any]:
+            return [make_batch(rows, length)]
+
         longest = search(
-            workload, lambda rows: make_batch(rows, seq_len), options, start=SMALL_BATCH_SIZES[0], bound=bound
+            loop, lambda rows: micro_batches(rows, seq_len), options, start=SMALL_BATCH_SIZES[0], bound=bound
         )
         budget, tried = search_token_budget(
-            workload, make_batch, options, longest, seq_len=seq_len, max_rows=longest.bound
+            loop, micro_batches, options, longest, seq_len=seq_len, max_rows=longest.bound
         )
     return TokenSearchResult(max_tokens=budget, seq_len=seq_len, longest=longest, shorter=tuple(tried))
 
 
 @contextlib.contextmanager
-def _workload(
+def _loop(
     train_step: Callable[[Any], object],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     process_group: dist.ProcessGroup | None,
-) -> Iterator[Workload]:
-    """Context: the workload of a search in a loop. On exit, CUDA's cache is prepared for training.
+) -> Iterator[Loop]:
+    """Context: the loop of a search. On exit, CUDA's cache is prepared for training.
 
     The reducer of a ``DistributedDataParallel`` takes no part, because it cannot be reset after a step that failed. Its
     buckets are in memory nevertheless.
@@ -190,8 +190,7 @@ def _workload(
     is_compiled = any(map(_is_compiled, model.modules()))
     if is_compiled and device.type == "cpu":
         raise InputError(
-            "`model` must not be compiled for a search on the CPU, where the memory of compiled code cannot be"
-            " measured."
+            "`model` is compiled: on the CPU the memory of compiled code cannot be measured. Search before it is."
         )
     drop_forward_passes(fsdp_states(model))  # after one, some parameters are whole instead of sharded
     check_optimizers(optimizers, model)
@@ -204,11 +203,11 @@ def _workload(
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 if module.static_graph:  # steps without its reducer would confuse it for good
-                    raise InputError("`static_graph` of DistributedDataParallel must be False, but is True instead.")
+                    raise InputError("DistributedDataParallel with `static_graph` cannot be searched: turn it off.")
                 stack.enter_context(module.no_sync())
                 stack.enter_context(compiled_as_a_whole())
-        yield Workload(
-            train_step=train_step,
+        yield Loop(
+            micro_step=train_step,
             model=model,
             optimizers=optimizers,
             device=device,

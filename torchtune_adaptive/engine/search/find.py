@@ -1,9 +1,10 @@
 """Search for the largest batch that fits, for the recipes and for ``find_max_batch_size``."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.devices import check_limit
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.progress import Bar
@@ -18,7 +19,6 @@ from torchtune_adaptive.engine.search.strategies import (
     round_down_to_power_of_two,
     usable_bytes,
 )
-from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, NothingFitsError
 from torchtune_adaptive.text import format_bytes
 
@@ -26,7 +26,7 @@ MakeBatch = Callable[[int], Any]
 
 
 def search(
-    workload: Workload,
+    loop: Loop,
     make_batch: MakeBatch,
     options: SearchOptions,
     *,
@@ -35,22 +35,21 @@ def search(
 ) -> SearchResult:
     """The largest batch size up to ``bound`` and ``options.max_batch_size`` that fits on every rank. A collective.
 
-    If ``make_batch`` returns fewer rows than it is asked for, their number is the bound.
-
-    Restores models, optimizers, random generators and meter. See ``find_max_batch_size``.
+    If ``make_batch`` returns fewer rows than it is asked for, their number is the bound. Restores models, optimizers,
+    random generators and meter. See ``find_max_batch_size``.
     Args:
-        make_batch: ``make_batch(n)`` returns a worst-case batch of n rows.
+        make_batch: ``make_batch(n)`` returns the micro-batches of a worst-case step, of n rows each.
         start: the first size of a binary search.
 
     Raises:
         InputError: the memory limit cannot be applied, or ``make_batch`` always returns the same batch.
         NothingFitsError: one row does not fit.
     """
-    check_limit(options.memory_limit_bytes, workload.device)
+    check_limit(options.memory_limit_bytes, loop.device)
     bound = min(bound, options.max_batch_size or bound)
-    meter, forecasts = workload.meter_for_probes(), options.strategy == "linear_extrapolation"
-    prober = Prober(workload, make_batch, meter=meter, forecasts=forecasts)
-    bar = Bar(desc="searching batch size", unit=" probes", disable=workload.consensus.rank != 0)
+    meter, forecasts = loop.meter_for_probes(), options.strategy == "linear_extrapolation"
+    prober = Prober(loop, make_batch, meter=meter, forecasts=forecasts)
+    bar = Bar(desc="searching batch size", unit=" probes", disable=loop.consensus.rank != 0)
 
     def fits(batch_size: int) -> bool:
         for probe in prober.probes:  # the search may have begun again
@@ -62,16 +61,16 @@ def search(
         bar.set_postfix_str(f"{batch_size} {'fits' if fits else 'does not fit'}")
         return fits
 
-    with meter.exactly(), bar, workload.restored() as restore_optimizers:
+    with meter.exactly(), bar, loop.restored() as restore_optimizers:
         if options.memory_limit_bytes is not None:
             _limit_meter(meter, options)
-        if workload.state_comes_first and not workload.create_states(meter):
+        if loop.state_comes_first and not loop.create_states(meter):
             restore_optimizers()
-        workload.clean_up()
+        loop.clean_up()
         warm = prober.warm_up(bound, after_failure=restore_optimizers)
-        warm = warm and workload.create_states(meter)  # a gradient scaler may have skipped the optimizer's step
+        warm = warm and loop.create_states(meter)  # a gradient scaler may have skipped the optimizer's step
         # Context, communicators and optimizer state are allocated now, so that the remaining memory is known.
-        limit_bytes = workload.consensus.min_over_ranks(_limit_meter(meter, options))
+        limit_bytes = loop.consensus.min_over_ranks(_limit_meter(meter, options))
         exact = 0
         while warm:
             try:
@@ -80,7 +79,7 @@ def search(
             except NoMoreRows as end:
                 bound = end.rows
         if exact == 0:
-            raise _nothing_fits(meter, limit_bytes, options.margin, workload.consensus)
+            raise _nothing_fits(meter, limit_bytes, options.margin, loop.consensus)
         forecast_rows = prober.rows_by_forecast(exact) if exact < bound else None
         batch_size = _rounded(exact, fits, prober) if options.power_of_two else exact
     return SearchResult(
@@ -90,25 +89,11 @@ def search(
         bound=bound,
         memory_limit_bytes=limit_bytes,
         margin=options.margin,
-        world_size=workload.consensus.world_size,
+        world_size=loop.consensus.world_size,
         probes=tuple(prober.probes),
         forecast_rows=forecast_rows,
         forecast=prober.forecast_peaks(exact),
     )
-
-
-def first_that_fits(
-    workload: Workload, make_batch: MakeBatch, sizes: Iterable[int], *, options: SearchOptions
-) -> int | None:
-    """The first of ``sizes`` whose whole train step fits on every rank; None if none does.
-
-    Restores all state, as ``search`` does. The optimizers must have their state. A collective.
-    """
-    meter = workload.meter_for_probes()
-    prober = Prober(workload, make_batch, meter=meter, forecasts=False)
-    with meter.exactly(), workload.restored():
-        _limit_meter(meter, options)
-        return next((size for size in sizes if prober.fits(size)), None)
 
 
 def _limit_meter(meter: MemoryMeter, options: SearchOptions) -> int:

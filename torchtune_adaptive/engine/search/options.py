@@ -11,7 +11,7 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """How to search, and for what, checked.
+    """How to search, and for what, checked. Functions and settings that have the same options take their defaults here.
 
     Attributes:
         power_of_two: round the size found down to a power of two.
@@ -23,16 +23,16 @@ class SearchOptions:
         InputError: a value is out of its range or of another type.
     """
 
-    strategy: Strategy
-    power_of_two: bool
-    margin: float
+    strategy: Strategy = "linear_extrapolation"
+    power_of_two: bool = False
+    margin: float = 0.05
     memory_limit_bytes: int | None = None
     max_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         require_one_of("strategy", self.strategy, STRATEGIES)
         require_bool("power_of_two", self.power_of_two)
-        for name in ("memory_limit_bytes", "max_batch_size"):
-            if (value := getattr(self, name)) is not None:  # an int from now on: NumPy's lack methods
-                object.__setattr__(self, name, require_integer(name, value, minimum=1))
         require_fraction("margin", self.margin)
+        if self.max_batch_size is not None:  # an int from now on: NumPy's lack methods
+            largest = require_integer("max_batch_size", self.max_batch_size, minimum=1)
+            object.__setattr__(self, "max_batch_size", largest)

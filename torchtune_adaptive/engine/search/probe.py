@@ -10,11 +10,11 @@ import torch
 
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.timeline import CurvedForecast, Forecast, Timeline
 from torchtune_adaptive.engine.recovery.columns import copied, was_changed
 from torchtune_adaptive.engine.search.strategies import FAILURES, NO_BOUND, SMALL_BATCH_SIZES, Probe
-from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -80,10 +80,10 @@ class Prober:
 
     A size fits under three conditions: its whole train step ran on every rank, no rank's peak was above its limit, and
     no rank's allocator had to free its cache. Probes change the real state: wrap a search in
-    ``Workload.restored``.
+    ``Loop.restored``.
     Args:
-        make_batch: ``make_batch(n)`` returns a worst-case batch of n rows.
-        meter: the meter of the workload's device, with the limit of this rank.
+        make_batch: ``make_batch(n)`` returns the micro-batches of a worst-case step, of n rows each.
+        meter: the meter of the loop's device, with the limit of this rank.
         forecasts: record timelines of the small sizes, for ``largest_forecast``; ``largest_along_curves`` has those of
             later sizes recorded too.
 
@@ -93,16 +93,16 @@ class Prober:
 
     def __init__(
         self,
-        workload: Workload,
+        loop: Loop,
         make_batch: Callable[[int], Any],
         *,
         meter: MemoryMeter,
         forecasts: bool,
     ) -> None:
-        self._workload = workload
+        self._loop = loop
         self._make_batch = make_batch
         self._meter = meter
-        self._consensus = workload.consensus
+        self._consensus = loop.consensus
         self._timeline_sizes = SMALL_BATCH_SIZES if forecasts else ()
         self._timelines: dict[int, Timeline] = {}
         self._rows: BatchRows | None = None
@@ -267,10 +267,10 @@ class Prober:
         self._meter.reset()
         if timeline:
             self._meter.start_timeline()
-        settings = KeptSettings(fsdp_states(self._workload.model))
+        settings = KeptSettings(fsdp_states(self._loop.model))
         outcome = run_or_abort_together(lambda: self._step(batch_size), self._consensus)
-        if self._workload.device.type == "cuda":
-            torch.cuda.synchronize(self._workload.device)
+        if self._loop.device.type == "cuda":
+            torch.cuda.synchronize(self._loop.device)
         if timeline:
             recorded = self._meter.stop_timeline(batch_size)
             if outcome is Outcome.DONE:
@@ -283,7 +283,7 @@ class Prober:
             outcome is not Outcome.DONE,
         )
         worst = self._consensus.max_over_ranks(max(number * sign for number, sign in enumerate(signs, start=1)))
-        self._workload.clean_up()
+        self._loop.clean_up()
         if outcome is not Outcome.DONE:
             settings.restore()
         probe = Probe(
@@ -311,9 +311,8 @@ class Prober:
         if not differs and probe.batch_size > SMALL_BATCH_SIZES[0]:
             *others, last = sorted({*SMALL_BATCH_SIZES, probe.batch_size})
             raise InputError(
-                "`make_batch` must return as many rows as it is asked for, but returned the same batch for"
-                f" {', '.join(map(str, others))} and {last}; if there are no more rows, give their number as the"
-                " largest to try."
+                f"`make_batch` returns the same batch for {', '.join(map(str, others))} and {last} rows; if there are"
+                " no more rows, give their number as the largest to try."
             )
         if -negated_rows < probe.batch_size:
             raise NoMoreRows(max(-negated_rows, 1))
@@ -327,5 +326,5 @@ class Prober:
         given = copied(batch) if self._gives_copies else batch
         self._meter.count(given)
         with self._meter:
-            self._workload.train_step(given)
+            self._loop.step(given)
         self._gives_copies = self._gives_copies and was_changed(given, batch)

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.progress import Bar
-from torchtune_adaptive.engine.search.workload import Workload
 
 _ROUNDS = 5
 _AS_GOOD_AS_BEST = 0.98
 
 
 def tokens_per_second(
-    workload: Workload,
+    loop: Loop,
     make_batch: Callable[[int], Any],
     sizes: Sequence[int],
     *,
@@ -28,19 +28,19 @@ def tokens_per_second(
     Restores all state. A collective; all ranks get rank 0's figures.
     """
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    with workload.restored():
+    with loop.restored():
         # The state must not lie within memory that is cached for a large step: see `MicroBatcher.start_small`.
-        workload.train_step(make_batch(min(sizes)))
-        workload.clean_up()
-        rounds = Bar(range(1 + _ROUNDS), desc="timing batch sizes", disable=workload.consensus.rank != 0)
+        loop.step(make_batch(min(sizes)))
+        loop.clean_up()
+        rounds = Bar(range(1 + _ROUNDS), desc="timing batch sizes", disable=loop.consensus.rank != 0)
         for round_number in rounds:
             for size in sizes:
-                taken_s = _time_step(workload, make_batch(size))
+                taken_s = _time_step(loop, make_batch(size))
                 if round_number > 0:
                     seconds[size].append(taken_s)
-        workload.clean_up()
+        loop.clean_up()
     rates = {size: num_tokens(size) / statistics.median(seconds[size]) for size in sizes}
-    return workload.consensus.from_rank_zero(rates)
+    return loop.consensus.from_rank_zero(rates)
 
 
 def smallest_near_best(rates: Mapping[int, float]) -> int:
@@ -53,11 +53,11 @@ def smallest_near_best(rates: Mapping[int, float]) -> int:
     return min(size for size, rate in rates.items() if rate >= _AS_GOOD_AS_BEST * best)
 
 
-def _time_step(workload: Workload, batch: Any) -> float:
-    _wait_for(workload.device)
+def _time_step(loop: Loop, batch: Any) -> float:
+    _wait_for(loop.device)
     started = time.perf_counter()
-    workload.train_step(batch)
-    _wait_for(workload.device)
+    loop.step(batch)
+    _wait_for(loop.device)
     return time.perf_counter() - started
 
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.search.find import search
 from torchtune_adaptive.engine.search.options import SearchOptions
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES, Probe, SearchResult, bisect
-from torchtune_adaptive.engine.search.workload import Workload
 
 _PARTS = 32
 _SHORTEST_ROW = 16
@@ -50,7 +50,7 @@ def largest_token_budget(
 
 
 def search_token_budget(
-    workload: Workload,
+    loop: Loop,
     make_batch: Callable[[int, int], Any],
     options: SearchOptions,
     longest: SearchResult,
@@ -61,7 +61,7 @@ def search_token_budget(
     """The largest token budget, and the probes that it took, each with the length of its rows. A collective.
 
     Args:
-        make_batch: ``make_batch(rows, length)`` returns a batch of so many rows of ``length`` tokens.
+        make_batch: ``make_batch(rows, length)`` returns micro-batches of so many rows of ``length`` tokens.
         longest: the result of the search with rows of ``seq_len`` tokens.
         max_rows: the most rows that a micro-batch can have.
     """
@@ -70,7 +70,7 @@ def search_token_budget(
     from_above = replace(options, strategy="decrease_until_oom", power_of_two=False, max_batch_size=None)
 
     def largest_rows_at(length: int, bound: int) -> int:
-        found = search(workload, lambda rows: make_batch(rows, length), from_above, start=bound, bound=bound)
+        found = search(loop, lambda rows: make_batch(rows, length), from_above, start=bound, bound=bound)
         tried.extend((length, probe) for probe in found.probes)
         return bound if found.exact_batch_size == found.bound else found.exact_batch_size  # the data may have fewer
 

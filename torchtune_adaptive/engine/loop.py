@@ -1,6 +1,7 @@
-"""The train step that a search runs, and the state that it must restore."""
+"""What a train step is: the contract that recipes, trainers and users' loops meet, and that search and plan take."""
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,33 +19,39 @@ from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory, only_new_garbage
 from torchtune_adaptive.engine.optimizers import without_step_hooks
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, quote
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A train step, with all state on the device that it may change.
+class Loop:
+    """A train step, what it changes on the device, and the ranks that run it together.
 
     Attributes:
-        train_step: a whole train step on a batch; it issues the same collectives on every rank.
         model: all models on the device, several of them in an ``nn.ModuleList``.
         optimizers: all optimizers of the step.
         device: the device on which the model computes.
-        meter: the device's meter; None if only a search needs one.
-        consensus: the agreement between the ranks that run the step together.
-        release: frees memory that a failed step holds outside of the model.
+        micro_step: forward pass, loss and backward pass of one micro-batch. Its results can be summed.
+        finish: what follows the last micro-step: clipping and the optimizers' steps. It takes the sum of the results.
+        release: frees what a failed step holds outside of the model.
+        consensus: the agreement between the ranks.
+        meter: meters the device's memory; None if only a search needs that.
         state_comes_first: whether training creates the state of Adam and AdamW before its first step. A step would
             create it between blocks of its own, which the allocator then cannot free.
     """
 
-    train_step: Callable[[Any], object]
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     device: torch.device
-    meter: MemoryMeter | None
-    consensus: Consensus
+    micro_step: Callable[[Any], Any]
+    finish: Callable[[Any], object] = lambda _: None
     release: Callable[[], object] = lambda: None
+    consensus: Consensus
+    meter: MemoryMeter | None = None
     state_comes_first: bool = False
+
+    def step(self, micro_batches: Iterable[Any]) -> None:
+        """One optimizer step, without recovery. It issues the same collectives on every rank."""
+        self.finish(functools.reduce(sum_of_results, map(self.micro_step, micro_batches)))
 
     def meter_for_probes(self) -> MemoryMeter:
         """The meter; a new one if there is none."""
@@ -70,8 +77,8 @@ class Workload:
             yield restore_optimizers
         if changed := self.consensus.first_reason(frozen.first_changed()):
             raise InputError(
-                f"A step of the search must not change `{changed}`, which needs no gradients and so is not restored,"
-                " but it did: load the model again, and leave this update out of `train_step`."
+                f"A step of the search has changed `{changed}`, which needs no gradients and so is not restored: load"
+                " the model again, and leave this update out of the step."
             )
 
     def create_states(self, meter: MemoryMeter) -> bool:
@@ -92,3 +99,29 @@ class Workload:
         self.release()
         reset_after_failure(self.model)
         free_memory(self.device)
+
+
+def sum_of_results(one: Any, other: Any) -> Any:
+    """The sum of two results of micro-steps, elementwise for tuples and dicts.
+
+    What is None, or a name that a dict lacks, adds nothing.
+    Raises:
+        InputError: they cannot be summed.
+    """
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, dict):
+        return one | {name: sum_of_results(one.get(name), value) for name, value in other.items()}
+    if isinstance(one, tuple):
+        if len(one) != len(other):
+            raise InputError(f"`micro_step` has returned tuples of {len(one)} and of {len(other)} values.")
+        sums = map(sum_of_results, one, other)
+        return getattr(type(one), "_make", tuple)(sums)  # of a named tuple
+    try:
+        if isinstance(one, str | bytes):
+            raise TypeError
+        return one + other
+    except TypeError:
+        raise InputError(
+            f"Results of micro-steps must have a sum, but {quote(one)} and {quote(other)} have none."
+        ) from None
