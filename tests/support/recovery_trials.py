@@ -1,7 +1,6 @@
 """Trials of recovery on a small torchtune model: a step with a fault, followed by a step without."""
 
 import gc
-import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from tests.support.faults import same_bits, tensors_of, under
 from tests.support.ranks import DEVICE, device_of_rank
+from tests.support.toys import loop_of
 from torchtune_adaptive.engine.distributed import ddp_ledger
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import param_groups
@@ -113,7 +113,6 @@ class Trials:
         step = RecoverableStep(self.model, self.micro_step, micro_batch_size=self.micro_batches, **options)
         with mock.patch.object(ddp_ledger, "BUCKET_BYTES", DDP_BUCKET_BYTES):
             step.dry_run(self.windows[0][0])
-        step.sizes.fitted(sys.maxsize)  # sizes do not explain a fault, so that it halves the micro-batch
         return step
 
     @cached_property
@@ -121,7 +120,7 @@ class Trials:
         """The recovery of such a step, for tests of its parts; never use both. Its first use is a collective."""
         micro_steps = [partial(self.micro_step, self.windows[0][0][:rows]) for rows in (1, ROWS)]
         watch = PressureWatch(self.consensus, None, Phases([], None))
-        return dry_run([micro_steps], model=self.model, device=self.device, watch=watch).recovery
+        return dry_run(loop_of(self.model, self.consensus), [micro_steps], watch=watch).recovery
 
     def _model(self) -> Any:
         torch.manual_seed(0)
@@ -228,8 +227,8 @@ class Trials:
     def run(self, rows: int, faults: dict[int, Fault] | None = None) -> tuple[list[int], list[torch.Tensor]]:
         """Run both steps, with faults in the first; returns the rows of their micro-batches, and the final state."""
         self.rewind()
-        self.recoverable.backoff = Backoff()
         taken = [self.step(self.windows[0], rows, faults)]
+        self.recoverable.backoff = Backoff()  # which does not try the larger micro-batches again
         taken.append(self.step(self.windows[1], taken[0]))
         return taken, self.state()
 

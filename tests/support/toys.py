@@ -1,11 +1,16 @@
 """Small stand-ins that several unit tests use."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torchtune
+from torch import nn
 
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.loop import Loop
+from torchtune_adaptive.engine.memory.devices import computing_device
 from torchtune_adaptive.engine.search.options import SearchOptions
 from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.training.batch.row_format import Row
@@ -24,8 +29,6 @@ STATE = AdaptiveState(
     micro_batch=None,
     micro_batch_limit=8,
     micro_batch_unit="rows",
-    smallest_failed_size=4096,
-    tries_failed_size=False,
     left_over=(96, 100),
     padding=(1000, 1200),
     dataset_samples=400,
@@ -36,6 +39,18 @@ STATE = AdaptiveState(
     config={"seed": 1, "optimizer.lr": 0.1},
     backoff={"next_trial": 80, "last_failure": 72, "wait_steps": 8, "largest_fitted": 8},
 )
+
+
+def loop_of(model: nn.Module, consensus: Consensus, *, release: Callable[[], object] = lambda: None) -> Loop:
+    """A loop with ``model`` alone, for tests that bring their own micro-steps."""
+    return Loop(
+        model=model,
+        optimizers=[],
+        device=computing_device(model),
+        micro_step=lambda rows: None,
+        release=release,
+        consensus=consensus,
+    )
 
 
 class Samples:

@@ -161,8 +161,8 @@ def _restores_of(value: Any, place: str, optimizer_name: str) -> Iterator[Restor
         restore = _restore_of_other(value)
         if restore is None:
             raise InputError(
-                "A search must restore `optimizer`, whose state must be in tensors, numbers, lists, dicts and plain"
-                f" objects, but `{place}` of `{optimizer_name}` is of type {type(value).__name__}."
+                f"`optimizer` cannot be restored after a search: `{place}` of `{optimizer_name}` is a"
+                f" {type(value).__name__}, which is no tensor, number, list, dict or plain object."
             )
         yield restore
     if attributes := _attributes(value):

@@ -47,7 +47,6 @@ class AdaptiveState:
         global_step: optimizer steps done.
         micro_batch: the reduced micro-batch after memory ran out, in ``micro_batch_unit``; None if it never did.
         micro_batch_limit: the largest micro-batch before memory runs out.
-        smallest_failed_size, tries_failed_size: the state of ``SizeRange``.
         left_over: positions of a rank's samples in its order of the last epoch that the next epoch uses first.
         padding: tokens without and with padding on rank 0 since padding was last logged.
         dataset_samples, ranks, memory_limit_bytes: those of the run; the lowest limit of the ranks, None without one.
@@ -71,8 +70,6 @@ class AdaptiveState:
     micro_batch: int | None
     micro_batch_limit: int
     micro_batch_unit: str
-    smallest_failed_size: int | None
-    tries_failed_size: bool
     left_over: tuple[int, int]
     padding: tuple[int, int]
     dataset_samples: int

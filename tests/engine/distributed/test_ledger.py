@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.support.faults import WIDTH, ShardedTrainee, change_fsdp_settings, fsdp_settings, same_bits
 from tests.support.ranks import run_on_ranks
+from tests.support.toys import loop_of
 from torchtune_adaptive.engine.distributed import fsdp_ledger
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_ledger import FsdpLedger
@@ -208,7 +209,8 @@ def dry_run_of(
     release: Callable[[], object] = lambda: None,
 ) -> Recovery:
     watch = PressureWatch(consensus or Consensus(), None, Phases([], None))
-    return dry_run([micro_steps], model=model, device=CPU, watch=watch, release=release).recovery
+    loop = loop_of(model, watch.consensus, release=release)
+    return dry_run(loop, [micro_steps], watch=watch).recovery
 
 
 class Scenarios:

@@ -20,6 +20,7 @@ from tests.support.layers import RunningMean
 from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import CannotRecoverError, RecoverableStep
 from torchtune_adaptive.engine.distributed.ddp_ledger import buckets_of
+from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 
 ROWS, STEPS, WIDTH = 8, 3, 16
@@ -128,6 +129,7 @@ class Training:
                     return run()
 
             wrap_micro_steps(step, around)
+            step.backoff = Backoff()  # which does not try larger micro-batches again
             step(self._rows(number))
             self._update()
         assert len(step.events) == (place is not None)

@@ -286,7 +286,7 @@ def test_an_optimizer_from_before_fully_shard_is_told_to_come_after_it() -> None
     early = AdamW(model.parameters())
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     check_optimizers([AdamW(model.parameters())], model)
-    expected = "lacks one of shape (3, 4) from before it was sharded: create the optimizer after `fully_shard`"
+    expected = "of shape (3, 4) that `optimizer` trains: create the optimizer after what replaces parameters (`fully_sh"
     assert expected in why_refused(early, model)
     assert expected in why_refused(Holding(list(model[1].parameters()), early), model)
 
@@ -308,19 +308,19 @@ def test_an_optimizer_whose_parameters_were_replaced_is_told_to_come_later(
     early = AdamW(model.parameters())
     replace(model)
     check_optimizers([AdamW(model.parameters())], model)
-    assert "such as `to_empty` or `load_state_dict(assign=True)`" in why_refused(early, model)
+    assert "(`to_empty`, `load_state_dict(assign=True)`)" in why_refused(early, model)
 
 
 def test_an_optimizer_of_another_model_is_told_to_bring_both() -> None:
     model, other = nn.Linear(4, 3), nn.Linear(4, 3)
     both = AdamW([*model.parameters(), *other.parameters()])
-    assert why_refused(both, model).endswith("lacks one of shape (3, 4): pass several models in an `nn.ModuleList`.")
+    assert why_refused(both, model).endswith("that `optimizer` trains: pass several models in an `nn.ModuleList`.")
     check_optimizers([both], nn.ModuleList([model, other]))
 
 
 def test_an_optimizer_without_state_of_torch_is_refused_by_name() -> None:
     model = nn.Linear(4, 3)
-    assert "`WithoutInit` has none" in why_refused(WithoutInit(model.parameters()), model)
+    assert "`WithoutInit` has no `state` and hooks" in why_refused(WithoutInit(model.parameters()), model)
 
 
 def search(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
@@ -346,7 +346,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
 def test_a_lazy_module_is_told_to_run_forward_first(use: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.LazyLinear(3))
     optimizer = AdamW(model.parameters())
-    with pytest.raises(InputError, match=r"`1.weight` of a lazy module .* run one forward pass first"):
+    with pytest.raises(InputError, match=r"`1.weight` of a lazy module has no shape .* run one first"):
         use(model, optimizer)
     model(torch.ones(2, 4))
     assert use(model, optimizer)

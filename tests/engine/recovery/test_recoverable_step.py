@@ -40,7 +40,7 @@ from torchtune_adaptive.engine.recovery.micro_batches import Slices
 from torchtune_adaptive.testing import Fault, out_of_memory, wrap_micro_steps
 
 FAULT = "OutOfMemoryError: CUDA out of memory (a fault on purpose)"
-PAGE = REPOSITORY / "docs" / "recoverable_step.md"
+PAGE = REPOSITORY / "docs" / "loops.md"
 SAMPLES = torch.arange(32.0).reshape(8, 4) / 32
 
 
@@ -145,6 +145,25 @@ def test_a_size_that_never_fitted_is_tried_again_only_if_it_is_asked_for() -> No
     assert [(event.step, event.before, event.after) for event in toy.events] == [(1, 4, 2), (5, 2, 4)]
 
 
+def test_a_size_of_which_another_micro_batch_has_fitted_in_the_step_is_tried_again_in_the_next_one() -> None:
+    toy = Toy(4).failing(1)
+    toy.gradients()
+    toy.failing()
+    assert same_bits(toy.gradients(), Toy(4).gradients())
+    assert [(event.step, event.before, event.after) for event in toy.events] == [(1, 4, 2), (2, 2, 4)]
+
+
+def test_of_many_equal_events_every_tenth_has_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    toy = Toy(4, on_event=None).failing(1)
+    for _ in range(25):
+        toy.gradients()
+        toy.step.backoff.next_trial = 0
+    lines = [record.getMessage() for record in caplog.records if "ran out of memory" in record.getMessage()]
+    assert toy.step.retries == 25
+    assert len(lines) == 10 + 1
+    assert lines[-1].endswith("(20 times so far)")
+
+
 def test_a_step_is_run_again_after_an_error_while_a_batch_is_made() -> None:
     toy = Toy(4)
     wrap_micro_steps(toy.step, lambda number, run: out_of_memory() if number == 1 else run())
@@ -161,7 +180,7 @@ def test_without_a_handler_an_event_is_a_warning(caplog: pytest.LogCaptureFixtur
 def test_a_single_sample_that_does_not_fit_ends_the_training_with_one_sentence() -> None:
     toy = Toy(2)
     toy.gradients()
-    with pytest.raises(NothingFitsError, match="a single row per micro-step must fit, but in step 2 rank 0 ran out"):
+    with pytest.raises(NothingFitsError, match="not even one row fits: in step 2 rank 0 ran out"):
         toy.failing(0, 4).gradients()
     assert all(parameter.grad is None for parameter in toy.model.parameters())
 
@@ -219,7 +238,7 @@ def test_a_name_in_some_results_only_is_summed_over_these() -> None:
 
 def test_tuples_of_different_lengths_are_refused() -> None:
     step = RecoverableStep(nn.Linear(1, 1), lambda rows: (1,) * rows[0], micro_batch_size=1)
-    with pytest.raises(InputError, match="must return tuples of one length, but has returned 1 and 2 values"):
+    with pytest.raises(InputError, match="has returned tuples of 1 and of 2 values"):
         step([1, 2])
 
 
@@ -254,6 +273,12 @@ def test_the_micro_batch_is_halved_from_what_the_step_had() -> None:
     assert (toy.events[0].before, toy.events[0].after) == (100, 2)
 
 
+def test_a_size_above_that_of_the_only_sample_stays() -> None:
+    slices = Slices(100)
+    assert not slices.reduce(SAMPLES[:1])
+    assert slices.size == 100
+
+
 def test_a_disabled_step_runs_micro_steps_and_lets_errors_pass() -> None:
     toy = Toy(4)
     expected = toy.gradients()
@@ -262,7 +287,7 @@ def test_a_disabled_step_runs_micro_steps_and_lets_errors_pass() -> None:
     assert same_bits(toy.gradients(), expected)
     with pytest.raises(torch.OutOfMemoryError):
         toy.failing(0).gradients()
-    with pytest.raises(InputError, match="must have samples, but has none"):
+    with pytest.raises(InputError, match="This optimizer step has no samples"):
         toy.step([])
 
 
@@ -384,7 +409,7 @@ def test_a_closed_step_is_refused(call: str) -> None:
 
 def test_a_device_without_recovery_is_refused() -> None:
     on_mps = mock.patch.object(step_module, "computing_device", return_value=torch.device("mps"))
-    with on_mps, pytest.raises(InputError, match=r"`device` must be the CPU or CUDA .* but is 'mps' instead"):
+    with on_mps, pytest.raises(InputError, match=r"`device` must be the CPU or CUDA.*, but is 'mps' instead"):
         Toy(4)
 
 
@@ -420,7 +445,7 @@ def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
 def test_a_parameter_of_an_optimizer_that_the_model_lacks_is_refused() -> None:
     head, frozen = nn.Linear(1, 3), nn.Linear(1, 2).requires_grad_(False)
     toy = Toy(4, optimizer=torch.optim.AdamW([*head.parameters(), *frozen.parameters()]))
-    with pytest.raises(InputError, match=r"`model` must have all .*, but lacks one of shape \(3, 1\)"):
+    with pytest.raises(InputError, match=r"`model` lacks a parameter of shape \(3, 1\) that"):
         toy.step(SAMPLES)
 
 
@@ -495,7 +520,7 @@ def test_a_step_that_fits_nowhere_leaves_buffers_as_they_were() -> None:
     assert model.count == 0
 
 
-def test_after_layers_were_unfrozen_the_step_is_rehearsed_again() -> None:
+def test_after_layers_were_unfrozen_there_is_another_dry_run() -> None:
     toy = Toy(4)
     toy.model[0].requires_grad_(False)
     toy.gradients()
@@ -557,14 +582,14 @@ def test_two_ranks_get_the_same_sentence_for_a_mistake_and_continue() -> None:
     first, second = run_on_ranks(_mistakes, 2)
     assert first == second
     assert first["sizes"] == "`micro_batch_size` must be the same on every rank, but is 2 on one and 3 on another."
-    assert "has none on some" in first["none at first"]
-    assert first["fewer"] == "Every rank must have the same number of micro-steps, but one has 2 and another has 4."
-    assert "one has 1 and another has 4" in first["one"]
-    assert "one has 0 and another has 2" in first["none"]
-    assert "one has 0 and another has 1" in first["none and one"]
-    assert first["no"] == "An optimizer step must have samples, but has none."
+    assert first["none at first"] == "A rank has no samples for this optimizer step."
+    assert first["fewer"] == "Ranks must have equally many micro-steps, but one has 2 and another 4."
+    assert "one has 1 and another 4" in first["one"]
+    assert "one has 0 and another 2" in first["none"]
+    assert "one has 0 and another 1" in first["none and one"]
+    assert first["no"] == "This optimizer step has no samples."
     assert first["out of memory and fewer"] == first["fewer"]
-    assert "a single row per micro-step must fit, but in step 13 rank 0 ran out of memory" in first["nothing fits"]
+    assert "not even one row fits: in step 13 rank 0 ran out of memory" in first["nothing fits"]
     assert first["micro-batch of three and four samples"] == "2"
 
 
@@ -609,6 +634,28 @@ def test_events_are_equal_on_both_ranks_and_name_the_one_that_failed() -> None:
     assert (event.step, event.ranks, event.before, event.after) == (1, (1,), 2, 1)
     assert len(recorded) > 1
     assert not any(recorded + recorded_by_peer)
+
+
+def _tried_again(rank: int) -> list[tuple[Any, ...]]:
+    """Events of three steps of one micro-step, of which the first fails on both ranks or on the second one only."""
+    found = []
+    for failing in ((0, 1), (1,)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        fully_shard(model)
+        step = RecoverableStep(model, lambda rows, model=model: model(rows).sum().backward(), micro_batch_size=4)
+        step.dry_run(SAMPLES)
+        wrap_micro_steps(step, partial(under, {0: Fault(9, ranks=failing)}))
+        for _ in range(3):
+            step(SAMPLES[:4])
+            model.zero_grad()
+        found.append(tuple((event.step, event.before, event.after) for event in step.events))
+        step.close()
+    return found
+
+
+def test_a_size_that_has_fitted_on_another_rank_only_is_tried_again_on_both() -> None:
+    assert run_on_ranks(_tried_again, 2) == [[((1, 4, 2),), ((1, 4, 2), (2, 2, 4))]] * 2
 
 
 class _Chunked(nn.Module):
@@ -789,7 +836,7 @@ def test_only_the_ranks_that_train_take_part() -> None:
         assert found["world size"] == 2
         assert found["hybrid"] == (1, 2)
     assert trainers[0]["lacks a rank"] == (
-        "`process_group` must have every rank that trains the model ([1, 2]), but has [0, 1] instead."
+        "`process_group` lacks ranks that train the model: it has [0, 1], of [1, 2]."
     )
 
 

@@ -66,8 +66,7 @@ class Consensus:
         ranks = dist.get_process_group_ranks(process_group)
         if not training <= set(ranks):
             raise InputError(
-                f"`process_group` must have every rank that trains the model ({sorted(training)}),"
-                f" but has {ranks} instead."
+                f"`process_group` lacks ranks that train the model: it has {ranks}, of {sorted(training)}."
             )
         return cls(ranks)
 

@@ -38,6 +38,7 @@ from torchtune_adaptive.engine.distributed.snapshot import (
     kept_modes,
 )
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.copies import Copies
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.recovery.attempts import Recovery
@@ -64,8 +65,8 @@ def allocate_states(optimizers: Sequence[torch.optim.Optimizer], watch: Pressure
 
     if run_or_abort_together(allocate, watch.consensus) is Outcome.OUT_OF_MEMORY:
         raise NothingFitsError(
-            "the optimizer's state must fit beside model and gradients, but does not"
-            f" ({watch.figures()}); an 8-bit optimizer, LoRA or more ranks would need less."
+            f"the optimizer's state does not fit beside model and gradients ({watch.figures()});"
+            " an 8-bit optimizer, LoRA or more ranks would need less."
         )
 
 
@@ -83,14 +84,11 @@ class DryRun(NamedTuple):
 
 
 def dry_run(
+    loop: Loop,
     tries: Sequence[MicroSteps],
     *,
-    model: nn.Module,
-    device: torch.device,
     watch: PressureWatch,
-    release: Callable[[], object] = lambda: None,
     reduces_once: bool = False,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
     is_trial: bool = False,
     compares_results: bool = True,
 ) -> DryRun:
@@ -103,9 +101,7 @@ def dry_run(
     functions are restored.
     Args:
         tries: forward and backward passes on batches of different shapes; then others to try if memory runs out.
-        release: releases memory that an aborted micro-step holds outside ``model``.
         reduces_once: whether FSDP2 reduces gradients in the last micro-step of an optimizer step only.
-        optimizers: those that a trial does not let step.
         is_trial: whether the first micro-steps are those of a trial: see ``Trial``.
         compares_results: whether a trial compares results too.
 
@@ -114,47 +110,61 @@ def dry_run(
         CannotRecoverError: recovery is not possible for this model and these micro-steps.
         NothingFitsError: none of the micro-steps fits.
     """
-    ledger = _attached_ledger(model, device, watch.consensus, reduces_once=reduces_once)
-    make_trial = partial(
-        Trial, model, optimizers, device, has_earlier=ledger.reduces_once, compares_results=compares_results
-    )
-    unchanged = UnchangedParameters(model, are_trained=True) if is_trial else None
-    with ExitStack() as without_recovery, kept_modes(model):
+    consensus = loop.consensus
+    ledger = _attached_ledger(loop, reduces_once=reduces_once)
+    run = partial(_run, loop, ledger)
+    new_trial = partial(Trial, loop, has_earlier=ledger.reduces_once, compares_results=compares_results)
+    unchanged = UnchangedParameters(loop.model, are_trained=True) if is_trial else None
+    with ExitStack() as without_recovery, kept_modes(loop.model):
         without_recovery.callback(ledger.detach)
         # A step of one micro-step needs less memory than two: the second one runs beside the first one's gradients.
         for keeps_gradients, micro_steps in itertools.product((True, False), tries):
-            run = partial(_run, micro_steps, ledger, model, device, watch.consensus, release, keeps_gradients)
-            new_trial = partial(make_trial, keeps_gradients=keeps_gradients) if is_trial else lambda: None
-            found = run(trial := new_trial())
-            if found is not None and found.reason:  # the first micro-step may have changed FSDP2's settings for good
-                found = run(trial := new_trial())
+            found, trial = None, None
+            for _ in range(2):  # the first time, a micro-step may change FSDP2's settings for good
+                trial = new_trial(keeps_gradients=keeps_gradients) if is_trial else None
+                found = run(micro_steps, keeps_gradients=keeps_gradients, trial=trial)
+                if found is None or not found.reason:
+                    break
             if found is None:
                 continue
             if found.reason:
                 raise cannot_recover(found.reason)
-            verdict = Verdict() if trial is None or len(micro_steps) < 3 else trial.verdict(watch.consensus)
+            verdict = Verdict() if trial is None or len(micro_steps) < 3 else trial.verdict(consensus)
             if trial is not None and verdict.may_be_random:
-                again = make_trial(seed=1)
-                _run(micro_steps[:1], ledger, model, device, watch.consensus, release, False, again)
-                verdict = verdict if trial.is_like(again, watch.consensus) else Verdict(is_random=True)
-            _check_unchanged(unchanged, watch.consensus)
+                again = new_trial(seed=1)
+                run(micro_steps[:1], keeps_gradients=False, trial=again)
+                verdict = verdict if trial.is_like(again, consensus) else Verdict(is_random=True)
+            _check_unchanged(unchanged, consensus)
             without_recovery.pop_all()
             ledger.expected = found.expected
-            buffers = found.buffers
-            recovery = Recovery(
-                model, device, consensus=watch.consensus, ledger=ledger, buffers=buffers, release=release
-            )
-            return DryRun(recovery, verdict, found.used)
+            return DryRun(Recovery(loop, ledger=ledger, buffers=found.buffers), verdict, found.used)
     raise NothingFitsError(
-        "the first rows of the data set must fit, but their forward or backward pass ran out of memory"
-        f" ({watch.figures()}); {NOTHING_FITS_ADVICE}."
+        f"not even one row fits: its forward or backward pass ran out of memory ({watch.figures()});"
+        f" {NOTHING_FITS_ADVICE}."
     )
 
 
 def _check_unchanged(parameters: UnchangedParameters | None, consensus: Consensus) -> None:
     """Check that micro-steps have not changed parameters in a way that no operation of torch shows. A collective."""
     if changed := consensus.first_reason("" if parameters is None else parameters.first_changed()):
-        raise InputError(f"A micro-step must not change parameters, but `{changed}` was changed: load the model again.")
+        raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")
+
+
+class _Recorded(NamedTuple):
+    """The collectives of one micro-step.
+
+    Attributes:
+        is_last: whether it ran as the last one of an optimizer step.
+        num_issued: how many collectives torch has counted.
+        is_known: whether this rank can find those that the model issues itself.
+        awaits_another: whether the next one would continue its backward pass.
+    """
+
+    is_last: bool
+    num_issued: int
+    collectives: list[AnyCollective]
+    is_known: bool
+    awaits_another: bool
 
 
 class _Found(NamedTuple):
@@ -167,48 +177,39 @@ class _Found(NamedTuple):
 
 
 def _run(
-    micro_steps: MicroSteps,
-    ledger: Ledger,
-    model: nn.Module,
-    device: torch.device,
-    consensus: Consensus,
-    release: Callable[[], object],
-    keeps_gradients: bool,
-    trial: Trial | None,
+    loop: Loop, ledger: Ledger, micro_steps: MicroSteps, *, keeps_gradients: bool, trial: Trial | None
 ) -> _Found | None:
     """Run ``micro_steps`` once, or twice if only a last one reduces; None if some rank ran out of memory. A collective.
 
     A micro-step that reduces must issue the same collectives with and without gradients of others before it, which is
     seen only if it ``keeps_gradients``. Otherwise training sees it: see ``Recovery``.
     """
-    recorded: list[tuple[bool, int, list[AnyCollective]]] = []  # is it a last one, its collectives, those recorded
-    awaits_another, is_known = False, True
+    model, consensus = loop.model, loop.consensus
+    recorded: list[_Recorded] = []
     parameters, used = list(model.parameters()), set[int]()
 
     def run_and_record() -> None:
-        nonlocal awaits_another, is_known
-        for is_last in (False, True) if ledger.reduces_once else (True,):
-            for micro_step in micro_steps:
-                if not keeps_gradients:
-                    reset_after_failure(model)
-                drop_forward_passes(states)
-                ledger.counts = IssuedCounts(groups_of(one for *_, issued in recorded for one in issued))
-                ledger.begin(is_last=is_last)
-                if trial is not None:  # micro-steps that are compared begin with equal buffers
-                    buffers.restore_on_device()
-                watched = trial.micro_step() if trial is not None else nullcontext()
-                with watched, RecordFunctional(ledger.record) as counter, ledger.running():
-                    result = micro_step()
-                recorded.append((is_last, counter.issued, issued := ledger.issued))
-                awaits_another |= awaits_another_backward(model)
-                if trial is not None and is_last:
-                    trial.note(result)
-                if is_last is not isinstance(ledger, DdpLedger):  # which puts zeros into missing gradients at the end
-                    used.update(number for number, one in enumerate(parameters) if one.grad is not None)
-                if groups_of(issued):
-                    is_known &= _can_be_worked_out(issued, micro_step, ledger, states)
-                    if trial is not None:
-                        trial.start_here()
+        for is_last, micro_step in itertools.product((False, True) if ledger.reduces_once else (True,), micro_steps):
+            if not keeps_gradients:
+                reset_after_failure(model)
+            drop_forward_passes(states)
+            ledger.counts = IssuedCounts(groups_of(one for before in recorded for one in before.collectives))
+            ledger.begin(is_last=is_last)
+            if trial is not None:  # micro-steps that are compared begin with equal buffers
+                buffers.restore_on_device()
+            watched = trial.micro_step() if trial is not None else nullcontext()
+            with watched, RecordFunctional(ledger.record) as counter, ledger.running():
+                result = micro_step()
+            issued, is_known, awaits_another = ledger.issued, True, awaits_another_backward(model)
+            if trial is not None and is_last:
+                trial.note(result)
+            if is_last is not isinstance(ledger, DdpLedger):  # which puts zeros into missing gradients at the end
+                used.update(number for number, one in enumerate(parameters) if one.grad is not None)
+            if groups_of(issued):
+                is_known = _can_be_worked_out(issued, micro_step, ledger, states)
+                if trial is not None:
+                    trial.start_here()
+            recorded.append(_Recorded(is_last, counter.issued, issued, is_known, awaits_another))
 
     states = fsdp_states(model)
     settings = KeptSettings(states)
@@ -223,23 +224,20 @@ def _run(
                 raise cannot_cut(layer) from None
             raise
         finally:
-            release()
+            loop.release()
             may_change = buffers.that_may_change()
             buffers.restore()
             reset_after_failure(model)
-    free_memory(device)
+    free_memory(loop.device)
     if outcome is Outcome.OUT_OF_MEMORY:
         settings.restore()
         return None
-    expected = _by_fsdp(recorded[0][-1]), _by_fsdp(recorded[-1][-1])
-    reason = "a micro-step ends after `set_is_last_backward(False)`" if awaits_another else ""
-    reason = consensus.first_reason(reason or _why_not_covered(recorded, expected, is_known=is_known))
-    if not reason and _differs_between_ranks([one for *_, issued in recorded for one in issued], consensus):
+    expected = _by_fsdp(recorded[0].collectives), _by_fsdp(recorded[-1].collectives)
+    reason = consensus.first_reason(_why_not_covered(recorded, expected))
+    if not reason and _differs_between_ranks([one for each in recorded for one in each.collectives], consensus):
         reason = "ranks issue different collectives in a micro-step"
     is_used = consensus.begin_max(*(int(number in used) for number in range(len(parameters))))()
-    return _Found(
-        reason, expected, may_change, [one for one, is_one in zip(parameters, is_used, strict=True) if is_one]
-    )
+    return _Found(reason, expected, may_change, list(itertools.compress(parameters, is_used)))
 
 
 def _by_fsdp(collectives: list[AnyCollective]) -> list[AnyCollective]:
@@ -262,18 +260,18 @@ def _can_be_worked_out(
         return False
 
 
-def _attached_ledger(model: nn.Module, device: torch.device, consensus: Consensus, *, reduces_once: bool) -> Ledger:
+def _attached_ledger(loop: Loop, *, reduces_once: bool) -> Ledger:
     """A ledger on every rank. If one rank cannot attach it, none does, and all have its reason. A collective."""
     ledger: Ledger | None = None
     reason = ""
     try:
-        if isinstance(model, DistributedDataParallel):
-            ledger = DdpLedger(model, device)
+        if isinstance(loop.model, DistributedDataParallel):
+            ledger = DdpLedger(loop.model, loop.device)
         else:
-            ledger = FsdpLedger(model, device, reduces_once=reduces_once)
+            ledger = FsdpLedger(loop.model, loop.device, reduces_once=reduces_once)
     except CannotRecordError as error:
         reason = str(error)
-    reason = consensus.first_reason(reason)
+    reason = loop.consensus.first_reason(reason)
     if ledger is not None and not reason:
         return ledger
     if ledger is not None:
@@ -281,24 +279,22 @@ def _attached_ledger(model: nn.Module, device: torch.device, consensus: Consensu
     raise cannot_recover(reason)
 
 
-def _why_not_covered(
-    recorded: list[tuple[bool, int, list[AnyCollective]]],
-    expected: tuple[list[AnyCollective], list[AnyCollective]],
-    *,
-    is_known: bool,
-) -> str:
+def _why_not_covered(recorded: list[_Recorded], expected: tuple[list[AnyCollective], list[AnyCollective]]) -> str:
     """Why the ``expected`` do not describe the collectives of every micro-step on this rank, or "".
 
-    Those of the model itself need not be there, if it ``is_known`` how to find them.
+    Those of the model itself need not be there, if it is known how to find them.
     """
-    for _, num_issued, issued in recorded:
-        num_known = len(issued if is_known else _by_fsdp(issued))
-        if num_issued != num_known:
+    if any(one.awaits_another for one in recorded):
+        return "a micro-step ends after `set_is_last_backward(False)`"
+    is_known = all(one.is_known for one in recorded)
+    for one in recorded:
+        num_known = len(one.collectives if is_known else _by_fsdp(one.collectives))
+        if one.num_issued != num_known:
             return (
-                f"a micro-step issues {num_issued} collectives, but only {num_known} of them gather parameters or"
+                f"a micro-step issues {one.num_issued} collectives, but only {num_known} of them gather parameters or"
                 " reduce gradients: the others, for example of tensor or context parallelism, may depend on the batch"
             )
-    if any(_by_fsdp(issued) != expected[is_last] for is_last, _, issued in recorded):
+    if any(_by_fsdp(one.collectives) != expected[one.is_last] for one in recorded):
         return "micro-steps on different batches issue different collectives"
     return ""
 

@@ -1,11 +1,10 @@
 """How the samples of an optimizer step are cut into micro-batches."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.recovery.columns import columns, is_column, map_columns, named_values
-from torchtune_adaptive.engine.recovery.size_range import Cuts, SizeRange, num_tokens
 from torchtune_adaptive.errors import InputError, quote, require_integer
 
 
@@ -28,24 +27,15 @@ class Cutter(Protocol):
         """The unit of ``size``, for messages."""
         ...
 
-    def cut(self, samples: Any, sizes: SizeRange) -> Sequence[Any]:
-        """The micro-batches of ``samples``, cut further by ``sizes``. All ranks must call it together."""
+    def cut(self, samples: Any) -> Sequence[Any]:
+        """The micro-batches of ``samples``. All ranks must call it together."""
         ...
 
-    def num_rows(self, micro_batch: Any) -> int:
-        """The rows of a micro-batch, which it can be cut into."""
-        ...
+    def reduce(self, samples: Any) -> bool:
+        """Halve the size, so that the next cut of ``samples`` has smaller micro-batches. A collective.
 
-    def size_of(self, micro_batch: Any) -> int:
-        """A number that the memory of a micro-batch follows."""
-        ...
-
-    def can_reduce(self, samples: Any) -> bool:
-        """Whether ``samples`` can be cut into smaller micro-batches; equal on every rank. A collective."""
-        ...
-
-    def reduce(self, samples: Any) -> None:
-        """Halve the size, so that the next cut of ``samples`` has smaller micro-batches."""
+        Returns whether it could, equal on every rank: not if they are single rows already.
+        """
         ...
 
     def grow(self) -> bool:
@@ -97,7 +87,6 @@ class Slices:
 
     Args:
         size: samples in a micro-batch.
-        size_of: a number that the memory of a micro-batch follows; None: ``num_tokens``.
 
     Attributes:
         size: samples in a micro-batch.
@@ -118,39 +107,29 @@ class Slices:
     results = "any"
     unit = "samples"
 
-    def __init__(self, size: int, size_of: Callable[[Any], int] | None = None) -> None:
+    def __init__(self, size: int) -> None:
         self.size = self.whole_size = require_integer("micro_batch_size", size, minimum=1)
         self.consensus: Consensus | None = None
-        self._size_of = size_of or num_tokens
 
-    def cut(self, samples: Any, sizes: SizeRange | None = None) -> list[Any]:
+    def cut(self, samples: Any) -> list[Any]:
         """The micro-batches of ``samples``, in their order."""
-        cuts, take = self._consecutive(samples)
-        if sizes is not None:
-            cuts = sizes.cut(cuts, lambda rows: self.size_of(take(rows)))
-        return [take(rows) for rows in cuts if rows]
+        return [take(samples, rows) for rows in consecutive(num_samples(samples), self.size)]
 
-    def num_rows(self, micro_batch: Any) -> int:
-        """The samples of a micro-batch."""
-        return num_samples(micro_batch)
-
-    def size_of(self, micro_batch: Any) -> int:
-        """A number that the memory of a micro-batch follows."""
-        return self._size_of(micro_batch)
-
-    def can_reduce(self, samples: Any) -> bool:
-        """Whether a micro-batch has more than one sample. A collective, as ``reduce``."""
-        return self._largest_anywhere(samples) > 1
-
-    def reduce(self, samples: Any) -> None:
+    def reduce(self, samples: Any) -> bool:
         """Halve the size of the micro-batches into which ``samples`` are cut, rounded down.
 
+        A collective. Returns whether it could: not if they are single samples on all ranks.
+
         >>> slices = Slices(32)
-        >>> slices.reduce([1, 2, 3, 4, 5])
-        >>> slices.size
-        2
+        >>> slices.reduce([1, 2, 3, 4, 5]), slices.size
+        (True, 2)
         """
-        self.size = self._largest_anywhere(samples) // 2
+        largest = self._largest(samples)
+        if self.consensus is not None:
+            largest = self.consensus.max_over_ranks(largest)
+        if largest > 1:
+            self.size = largest // 2
+        return largest > 1
 
     def grow(self) -> bool:
         """Double a size that was halved, up to the one before. Returns whether it is whole again."""
@@ -181,15 +160,14 @@ class Slices:
         """The samples of the largest micro-batch."""
         return min(self.size, num_samples(samples))
 
-    def _largest_anywhere(self, samples: Any) -> int:
-        own = self._largest(samples)
-        return own if self.consensus is None else self.consensus.max_over_ranks(own)
 
-    def _consecutive(self, samples: Any) -> tuple[Cuts, Callable[[list[int]], Any]]:
-        """The numbers of each micro-batch's samples, and a function from consecutive numbers to a micro-batch."""
-        numbers = list(range(num_samples(samples)))
-        cuts = [numbers[start : start + self.size] for start in range(0, len(numbers), self.size)]
-        return cuts, lambda rows: take(samples, rows)
+def consecutive(number: int, size: int) -> list[range]:
+    """The numbers of ``number`` samples, in parts of up to ``size``.
+
+    >>> consecutive(3, 2)
+    [range(0, 2), range(2, 3)]
+    """
+    return [range(start, min(start + size, number)) for start in range(0, number, size)]
 
 
 def take(samples: Any, rows: Sequence[int]) -> Any:

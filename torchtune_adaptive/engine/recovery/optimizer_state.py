@@ -23,15 +23,12 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Modu
     """
     for name, one in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(one):
-            raise InputError(
-                f"`model` must know the shapes of its parameters, but `{name}` of a lazy module has none before the"
-                " first forward pass: run one forward pass first."
-            )
+            raise InputError(f"`{name}` of a lazy module has no shape before the first forward pass: run one first.")
     for optimizer in optimizers:
         if not hasattr(optimizer, "state"):
             raise InputError(
-                f"`optimizer` must have `state` and hooks as those of torch have, but `{type(optimizer).__name__}` has"
-                " none, because it does not call `torch.optim.Optimizer.__init__`: use another one."
+                f"`{type(optimizer).__name__}` has no `state` and hooks, because it does not call"
+                " `torch.optim.Optimizer.__init__`: use another optimizer."
             )
     of_model = {id(parameter) for parameter in model.parameters()}
     trained = {id(parameter) for parameter in _trained_by(optimizers_within(optimizers))}
@@ -43,8 +40,8 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Modu
         replacement = next((one for one in untrained if one.shape == parameter.shape), None)
         if replacement is not None or id(parameter) in own:  # those within may have copies of their own
             raise InputError(
-                "`model` must have all parameters that `optimizer` trains, but lacks one of shape"
-                f" {tuple(parameter.shape)}{_way_out(parameter, replacement)}."
+                f"`model` lacks a parameter of shape {tuple(parameter.shape)} that `optimizer` trains:"
+                f" {_way_out(parameter, replacement)}."
             )
 
 
@@ -55,18 +52,12 @@ def _trained_by(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.T
 
 
 def _way_out(missing: torch.Tensor, replacement: nn.Parameter | None) -> str:
-    """Why a model lacks a parameter, and what to do, for a message. ``replacement``: what no optimizer trains."""
+    """What to do if a model lacks a parameter, for a message. ``replacement``: what no optimizer trains."""
     if replacement is None:
-        return ": pass several models in an `nn.ModuleList`"
-    if isinstance(replacement, DTensor) and not isinstance(missing, DTensor):
-        return (
-            " from before it was sharded: create the optimizer after `fully_shard` (or `parallelize_module`), which"
-            " replaces the parameters"
-        )
-    return (
-        " and has another one of this shape that is not trained: create the optimizer after whatever replaces"
-        " parameters, such as `to_empty` or `load_state_dict(assign=True)`"
-    )
+        return "pass several models in an `nn.ModuleList`"
+    is_sharded = isinstance(replacement, DTensor) and not isinstance(missing, DTensor)
+    replaces = "`fully_shard`, `parallelize_module`" if is_sharded else "`to_empty`, `load_state_dict(assign=True)`"
+    return f"create the optimizer after what replaces parameters ({replaces})"
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.snapshot import RandomStates, seed_everything
+from torchtune_adaptive.engine.loop import Loop, sum_of_results
 from torchtune_adaptive.engine.memory.operations import OperationMode, plain_parts
-from torchtune_adaptive.engine.recovery.attempts import sum_of_results
 from torchtune_adaptive.engine.recovery.columns import leaves
 from torchtune_adaptive.engine.recovery.fixed_randomness import FixedRandomness
 from torchtune_adaptive.errors import CannotCutError, InputError, cannot_recover, quote, reason_of
@@ -70,28 +70,30 @@ class Trial:
         has_earlier: whether those of the same three micro-steps are there before the first one.
         compares_results: whether results are compared.
         seed: of random numbers that are not fixed; None: as they would be.
+
+    Attributes:
+        mixing_layer: why samples must not be cut: a layer of this rank's has computed statistics over them; "" if none
+            has.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        device: torch.device,
+        loop: Loop,
         *,
         keeps_gradients: bool = False,
         has_earlier: bool = False,
         compares_results: bool = True,
         seed: int | None = None,
     ) -> None:
-        self._model = model
+        self._model = loop.model
         self._seed = seed
         self._compares_results = compares_results
-        self._optimizers = optimizers
-        self._device = device
+        self._optimizers = loop.optimizers
+        self._device = loop.device
         self._keeps_gradients = keeps_gradients
         self._has_earlier = has_earlier
         self._randomness = FixedRandomness()
-        self._batch_norms: list[str] = []
+        self.mixing_layer = ""
         self._sums: list[torch.Tensor] = []  # of the gradients of each micro-step
         self._before: Any = 0  # those of all gradients before the next one
         self._results: list[Any] = []
@@ -111,7 +113,7 @@ class Trial:
                         stack.callback(module.register_forward_pre_hook(self._noting(name)).remove)
                 for name, parameter in self._model.named_parameters():
                     if parameter.requires_grad and getattr(parameter, "_post_accumulate_grad_hooks", None):
-                        last = parameter.register_post_accumulate_grad_hook(partial(self._check_kept, name))
+                        last = parameter.register_post_accumulate_grad_hook(partial(_check_kept, name))
                         stack.callback(last.remove)
                 stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
                 if self._seed is not None:
@@ -135,11 +137,6 @@ class Trial:
     def start_here(self) -> None:
         """Leave out what has been added to the gradients since the last micro-step."""
         self._before = _sums_of_gradients(self._model, self._device)
-
-    @property
-    def mixing_layer(self) -> str:
-        """Why samples must not be cut: a layer of this rank's has computed statistics over them; "" if none has."""
-        return next(iter(self._batch_norms), "")
 
     def verdict(self, consensus: Consensus) -> Verdict:
         """Compare what was noted. A collective.
@@ -183,19 +180,11 @@ class Trial:
             eps = max(eps, torch.finfo(torch.float16).eps)  # of TF32; what compiled code computes in is not seen
         return eps
 
-    @staticmethod
-    def _check_kept(name: str, parameter: torch.Tensor) -> None:
-        """Called after all other hooks of a parameter, whose gradient has just been computed."""
-        if parameter.grad is None:
-            raise cannot_recover(f"a hook takes the gradient of `{name}` away in the backward pass")
-
     def _noting(self, name: str) -> Callable[[nn.Module, Any], None]:
         def note(module: nn.Module, _: Any) -> None:
-            if module.training or module.running_mean is None:
+            if not self.mixing_layer and (module.training or module.running_mean is None):
                 kind = type(module).__name__
-                self._batch_norms.append(
-                    f"the layer `{name}` ({kind}) computes with statistics of the whole micro-batch"
-                )
+                self.mixing_layer = f"the layer `{name}` ({kind}) computes with statistics of the whole micro-batch"
 
         return note
 
@@ -203,8 +192,8 @@ class Trial:
 def cannot_cut(reason: str) -> CannotCutError:
     """The error that samples must not be cut into micro-batches for ``reason``."""
     return CannotCutError(
-        f"The samples of an optimizer step must not be cut into micro-batches: {reason}. A search still works, and a"
-        " micro-batch of all samples, without recovery."
+        f"Samples must not be cut into micro-batches: {reason}. A search still works, and training in one micro-batch,"
+        " without recovery."
     )
 
 
@@ -242,8 +231,8 @@ def _why_no_sum(one: Any, other: Any, both: Any, *, factor: float, tolerance: fl
             return ""
         total, both = pairs[0]
     return (
-        f"Losses and other results of micro-steps must add up, but two samples together have {_shown(both)}, and the"
-        f" sum of each alone is {_shown(total)}"
+        f"Results of micro-steps must add up, but two samples together have {_shown(both)}, and the sum of each alone"
+        f" is {_shown(total)}"
     )
 
 
@@ -345,6 +334,12 @@ def _attributes_of(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """The tensors in attributes of a parameter, but for those that a sharded one consists of."""
     values = vars(parameter).items()
     return {key: value for key, value in values if isinstance(value, torch.Tensor) and key != "_local_tensor"}
+
+
+def _check_kept(name: str, parameter: torch.Tensor) -> None:
+    """Called after all other hooks of a parameter, whose gradient has just been computed."""
+    if parameter.grad is None:
+        raise cannot_recover(f"a hook takes the gradient of `{name}` away in the backward pass")
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

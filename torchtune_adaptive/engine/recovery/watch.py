@@ -40,8 +40,6 @@ class MemoryEvent:
         before: the size of a micro-batch in this step.
         after: the size from now on; equal to ``before`` if it cannot be smaller.
         unit: the unit of both sizes, usually "samples".
-        too_large: the size by ``RecoverableStep.size_of`` from which on micro-batches are cut from now on, in
-            ``size_unit``; None if this has not changed.
         times: how many such events there have been, with this one.
     """
 
@@ -54,8 +52,6 @@ class MemoryEvent:
     before: int
     after: int
     unit: str
-    too_large: int | None = None
-    size_unit: str = ""
     times: int = 1
 
     @classmethod
@@ -74,7 +70,7 @@ class MemoryEvent:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What events have in common that are counted together."""
-        return self.pressure, self.too_large is None, self.before, self.after
+        return self.pressure, self.before, self.after
 
     @property
     def is_logged(self) -> bool:
@@ -87,9 +83,6 @@ class MemoryEvent:
     def _text(self) -> str:
         if self.pressure is MemoryPressure.NONE:
             return f"micro-batch {self.before} -> {self.after} {self.unit}: fits again in step {self.step}"
-        if self.too_large is not None:
-            size = f"{self.too_large} {self.size_unit}".rstrip()
-            return f"micro-batches of {size} or more are cut from now on: in step {self.step} {self.cause}"
         if self.after == self.before:
             return f"micro-batch stays at a single row, although {self.cause}"
         return f"micro-batch {self.before} -> {self.after} {self.unit}: in step {self.step} {self.cause}"

@@ -85,6 +85,24 @@ class TokenLimit(MicroBatchLimit):
         return cuts
 
 
+def spread(cuts: Cuts, count: int) -> Cuts:
+    """Cut micro-batches further into ``count``, so that every rank has the same number.
+
+    The largest ones are halved. If only single rows are left, empty micro-batches are added. ``count`` must be at least
+    the present number.
+
+    >>> spread([[0, 1, 2], [3]], 3), spread([[0]], 2)
+    ([[0, 1], [2], [3]], [[0], []])
+    """
+    cuts = list(cuts)
+    while len(cuts) < count and any(len(cut) > 1 for cut in cuts):
+        largest = max(range(len(cuts)), key=lambda index: len(cuts[index]))
+        rows = cuts[largest]
+        middle = -(-len(rows) // 2)
+        cuts[largest : largest + 1] = [rows[:middle], rows[middle:]]
+    return cuts + [[] for _ in range(count - len(cuts))]
+
+
 def halvings(size: int, *, above: int) -> list[int]:
     """``size``, its half, its quarter and so on, rounded down, while they are above ``above``.
 

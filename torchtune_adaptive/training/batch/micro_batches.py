@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.recovery.size_range import SizeRange, spread
-from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit
+from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, spread
 from torchtune_adaptive.training.batch.loader import StepSamples
 from torchtune_adaptive.training.batch.row_format import Row, RowFormat
 
@@ -83,32 +82,34 @@ class MicroBatcher:
         self._step_tokens = (0, 0)
         self._first_size = None
 
-    def cut(self, samples: StepSamples, sizes: SizeRange | None = None) -> list[MicroBatch]:
+    def cut(self, samples: StepSamples) -> list[MicroBatch]:
         """The micro-batches of ``samples`` by the current limit, equally many on every rank.
 
-        With a token limit, or if ``sizes`` has a limit, this is a collective, in which the ranks agree on the number.
-        Otherwise every rank computes it.
+        With a token limit this is a collective, in which the ranks agree on the number. Otherwise every rank computes
+        it.
         """
         self._step_tokens = (0, 0)
         if not _is_halved(samples):
-            return list(map(MicroBatch, self._cut(samples, sizes)))
-        small, rest = (self._cut(half, sizes) for half in samples.halves())
+            return list(map(MicroBatch, self._cut(samples)))
+        small, rest = (self._cut(half) for half in samples.halves())
         measured = [MicroBatch(rows, is_small=True, ends_small=rows is small[-1]) for rows in small]
         return measured + list(map(MicroBatch, rest))
 
-    def can_reduce(self, samples: StepSamples) -> bool:
-        """Whether some rank has a micro-batch of more than one row, so that a lower limit helps. A collective."""
+    def reduce(self, samples: StepSamples) -> bool:
+        """Halve the current limit, unless micro-batches are single rows on all ranks. Returns whether it could.
+
+        A collective. A step of ``start_small`` has a limit of its own.
+        """
         parts = samples.halves() if _is_halved(samples) else [samples]
         cuts = (rows for part in parts for rows in self._step_limit.cut(self._lengths(part.rows)))
-        return self.consensus.any_rank(any(len(rows) > 1 for rows in cuts))
-
-    def reduce(self, samples: StepSamples) -> None:
-        """Halve the current limit; only for this step, if it is one of ``start_small``."""
+        if not self.consensus.any_rank(any(len(rows) > 1 for rows in cuts)):
+            return False
         half = self.size // 2
         if self._first_size is None:
             self._reduced_size = half
         else:
             self._first_size = half
+        return True
 
     def grow(self) -> bool:
         """Double a limit that was halved, up to the largest one. Returns whether it is the largest again."""
@@ -146,14 +147,6 @@ class MicroBatcher:
         rows = micro_batch.rows
         return len(rows), lambda number: MicroBatch([max(rows, key=self.row_format.padded_tokens)] * number)
 
-    def num_rows(self, micro_batch: MicroBatch) -> int:
-        """The number of its rows."""
-        return len(micro_batch.rows)
-
-    def size_of(self, micro_batch: MicroBatch) -> int:
-        """Its tokens with padding, and those of its images."""
-        return self.row_format.size_of(micro_batch.rows)
-
     def take_padding(self) -> float:
         """The share of padding in this rank's micro-batches since the last call."""
         share = 1 - self._num_tokens / max(self._num_padded_tokens, 1)
@@ -180,16 +173,15 @@ class MicroBatcher:
     def _step_limit(self) -> MicroBatchLimit:
         return self.limit if self._first_size is None else self.largest.of_size(self._first_size)
 
-    def _cut(self, samples: StepSamples, sizes: SizeRange | None) -> list[list[Row]]:
+    def _cut(self, samples: StepSamples) -> list[list[Row]]:
         limit, rows = self._step_limit, samples.rows
         lengths = self._lengths(rows)
         cuts = limit.cut(lengths)
-        if sizes is not None and sizes.limit is not None:
-            cuts = sizes.cut(cuts, lambda one: self.row_format.size_of([rows[index] for index in one]))
-        elif isinstance(limit, RowLimit):
-            cuts = spread(cuts, math.ceil(samples.largest_share / limit.size))
+        if isinstance(limit, RowLimit):
+            count = math.ceil(samples.largest_share / limit.size)
         else:
-            cuts = spread(cuts, self.consensus.max_over_ranks(len(cuts)))
+            count = self.consensus.max_over_ranks(len(cuts))
+        cuts = spread(cuts, count)
         own = sum(map(self.row_format.own_tokens, rows))
         padded = sum(len(one) * max(lengths[index] for index in one) for one in cuts if one)
         self._step_tokens = (self._step_tokens[0] + own, self._step_tokens[1] + padded)

@@ -281,7 +281,7 @@ def read_rank_states(path: Path) -> list[dict[str, Any]]:
     try:
         return torch.load(file, weights_only=True)
     except Exception as error:  # a damaged file can raise any
-        raise InputError(f"{file} must be a readable file, but reading it failed: {why_unreadable(error)}.") from error
+        raise InputError(f"{file} cannot be read: {why_unreadable(error)}.") from error
 
 
 def why_unreadable(error: BaseException) -> str:
@@ -303,7 +303,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         found = file.stat().st_size if file.is_file() else None
         if found != size:
             has = "is missing" if found is None else f"has {found}"
-            raise InputError(f"{file} must have {size} bytes for its checkpoint to be complete, but {has}.")
+            raise InputError(f"{file} must have {size} bytes, but {has}: its checkpoint is not complete.")
     return checkpoint
 
 
@@ -320,9 +320,7 @@ def read_state(path: Path) -> tuple[Checkpoint, dict[str, int]]:
         files = {name: (one["bytes"], one["sha256"]) for name, one in content["files"].items()}
         serial, is_of_step = int(content["serial"]), bool(content["of_step"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{file} must be a state file that a run wrote, but reading it failed: {reason_of(error)}."
-        ) from error
+        raise InputError(f"{file} is no state of a run: {reason_of(error)}.") from error
     recipe_state = path / RECIPE_STATE_NAME
     checkpoint = Checkpoint(
         path,

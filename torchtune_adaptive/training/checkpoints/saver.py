@@ -6,7 +6,6 @@ from typing import Any
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.rank_states import RankStates
-from torchtune_adaptive.engine.recovery.size_range import SizeRange
 from torchtune_adaptive.training.batch.loader import StepLoader
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
@@ -19,7 +18,6 @@ class RunSaver:
     """Saves a run after optimizer steps and epochs.
 
     Args:
-        sizes: the sizes of micro-batches that have and have not fitted.
         others: parts with a ``state_dict`` and a ``load_state_dict``, beside those before.
         save_epoch: saves after an epoch, as torchtune does.
         run: which run it is.
@@ -31,7 +29,6 @@ class RunSaver:
         self,
         loader: StepLoader,
         micro_batches: MicroBatcher,
-        sizes: SizeRange,
         others: Sequence[Any],
         steps: StepCheckpoints,
         rank_states: RankStates,
@@ -44,8 +41,7 @@ class RunSaver:
     ) -> None:
         self._loader = loader
         self._micro_batches = micro_batches
-        self._sizes = sizes
-        self._others = (sizes, *others)
+        self._others = others
         self._steps = steps
         self._rank_states = rank_states
         self._consensus = consensus
@@ -61,7 +57,7 @@ class RunSaver:
             run=self._run,
             epochs_run=epochs_run,
             global_step=step,
-            rank_states=self._rank_states.now(largest_fitted=self._sizes.largest_fitted),
+            rank_states=self._rank_states.now(),
             optimizer=self._steps.options(),
             config=self._config,
             memory_limit_bytes=self._memory_limit_bytes,
@@ -71,22 +67,17 @@ class RunSaver:
     def load(self, saved: AdaptiveState) -> list[str]:
         """Restore a saved state. Returns the changes since then, as parts of a sentence. A collective.
 
-        If something has changed, more may fit: the sizes of micro-batches that have not fitted are forgotten. Random
-        generators are restored by ``restore_random``.
+        Random generators are restored by ``restore_random``.
         """
         state = asdict(saved)
         for part in self._others:
             part.load_state_dict(state)
         self._loader.load_state_dict(state, epoch=saved.epochs_run - 1)
-        own = self._rank_states.load(saved.rank_states)
-        self._sizes.largest_fitted = 0 if own is None else own["largest_fitted"]
+        self._rank_states.load(saved.rank_states)
         changes = saved.changes(self.state(epochs_run=saved.epochs_run, step=saved.global_step))
         changes = self._consensus.from_rank_zero(changes)  # a rank's own paths and memory limit may differ from others'
         # If nothing has changed, the saved micro-batch size is used, even if this search has found another one.
         self._micro_batches.load_state_dict(state | ({"micro_batch_limit": None} if changes else {}))
-        if changes and self._sizes.smallest_failed is not None:
-            changes.append(f"micro-batches of {self._sizes.smallest_failed} tokens or more are tried again")
-            self._sizes.forget()
         return changes
 
     def restore_random(self) -> None:

@@ -204,9 +204,7 @@ class StepCheckpoints:
         """The metadata of the tensors in ``path``, by name; those of another model are refused."""
         saved = TensorReader(path).read_metadata().state_dict_metadata
         if missing := self._tensors.missing(saved):
-            raise InputError(
-                f"`resume_from_checkpoint` must be a checkpoint of this model, but in {str(path)!r} {missing}."
-            )
+            raise InputError(f"`resume_from_checkpoint` is no checkpoint of this model: in {str(path)!r} {missing}.")
         return saved
 
     def _publish(self, name: str, state: AdaptiveState, digests: Mapping[str, str]) -> None:
@@ -271,8 +269,8 @@ def check_shared(folder: CheckpointFolder, consensus: Consensus, *, is_needed: b
     place = consensus.from_rank_zero(str(folder.path))
     if is_needed:
         raise InputError(
-            f"`adaptive.save_every_n_steps` must be null where nodes do not share `output_dir`, but {place!r} of rank 0"
-            " is not there on every rank."
+            f"`adaptive.save_every_n_steps` needs an `output_dir` that all nodes share: {place!r} of rank 0 is not"
+            " there on every rank."
         )
     utils.log_rank_zero(
         log,
@@ -320,7 +318,7 @@ def _without_checksums() -> Iterator[None]:
 
 
 def _unreadable(path: Path, error: BaseException) -> str:
-    return f"{path} must be a readable checkpoint, but reading it failed: {why_unreadable(_first(error))}."
+    return f"{path} cannot be read: {why_unreadable(_first(error))}."
 
 
 def _first(error: BaseException) -> BaseException:
