@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
     with pytest.raises(InputError) as caught:
         calibrate(tmp_path, card=card)
     name = str(tmp_path)
-    assert str(caught.value).startswith(f"`output` must be a file that can be written, but is {name!r}: Is a dir")
+    assert str(caught.value).startswith(f"`output` cannot be written: file {name!r}: Is a dir")
     assert not card.done
 
 

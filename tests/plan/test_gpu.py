@@ -24,7 +24,6 @@ from torchtune_adaptive.plan.gpu import (
 )
 
 GB = 10**9
-PLAN_PAGE = Path(__file__).parents[2] / "docs/plan.md"
 
 overheads = st.builds(
     Overhead,
@@ -175,8 +174,8 @@ def test_a_calibration_with_other_settings_of_the_allocator_is_refused(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{", "must be a readable file"),
-        pytest.param("[" * 100_000, "must be a readable file", id="deep"),
+        ("{", "cannot be read"),
+        pytest.param("[" * 100_000, "cannot be read", id="deep"),
         ("[]", "must be of version 1"),
         ("{}", "must be of version 1"),
         ('{"version": 2}', "is of 2 instead"),
@@ -243,11 +242,6 @@ def test_every_known_name_is_found_in_any_case_and_with_any_separator(name: str)
 )
 def test_the_name_that_torch_gives_a_gpu_is_known(torchs_name: str, name: str) -> None:
     assert memory_of(torchs_name) == KNOWN_GPUS[name].memory_bytes
-
-
-def test_the_page_names_all_that_are_known() -> None:
-    section = PLAN_PAGE.read_text().partition("## GPUs known by name\n\n")[2].partition(". ")[0]
-    assert re.split(r",\s+|\s+and\s+", section) == list(KNOWN_GPUS)
 
 
 @pytest.mark.parametrize("name", KNOWN_GPUS)

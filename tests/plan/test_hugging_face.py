@@ -140,8 +140,8 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         planned(str(tmp_path))
     assert str(caught.value) == (
-        "`--hf` must be a model whose config.json has no `quantization_config`, as quantized weights are not planned,"
-        f" but {str(tmp_path)!r} has {{'quant_method': 'bitsandbytes', 'load_in_4bit': True}}."
+        f"Quantized weights are not planned, but {str(tmp_path)!r} has the `quantization_config`"
+        " {'quant_method': 'bitsandbytes', 'load_in_4bit': True}."
     )
 
 
@@ -183,8 +183,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         HuggingFaceRun(path=str(tmp_path), seq_len=8).build_model()
     message = str(caught.value)
-    assert message.startswith("`--hf` must be a folder with a config.json of a causal language model, or a name on the")
-    assert repr(str(tmp_path)) in message
+    assert message.startswith(f"`--hf` {str(tmp_path)!r} is no causal language model: ")
     assert "\n" not in message
 
 
@@ -192,7 +191,7 @@ def test_a_missing_package_is_named(path: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with torch.device("meta"), pytest.raises(InputError) as caught:
         HuggingFaceRun(path=path, seq_len=8, lora_rank=4).build_model()
-    assert str(caught.value) == "peft must be installed to plan LoRA, as by `pip install peft`, but is not."
+    assert str(caught.value) == "A plan of LoRA needs peft: `pip install peft` installs it."
 
 
 def test_the_model_is_built_without_memory(path: str) -> None:
@@ -207,6 +206,6 @@ def test_code_beside_a_config_is_not_run_and_nobody_is_asked(tmp_path: Path, mon
     made = tmp_path / "made"
     (tmp_path / "mine.py").write_text(f"import os\n\nos.mkdir({str(made)!r})\nConfig = None\n")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}))
-    with pytest.raises(InputError, match=r"^`--hf` must be a folder with a config.json of a causal language model, "):
+    with pytest.raises(InputError, match=r"^`--hf` .* is no causal language model: "):
         planned(str(tmp_path))
     assert not made.exists()

@@ -6,17 +6,15 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import DictConfig
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tests.support import images
 from tests.support.ranks import run_alone, run_on_ranks
-from tests.support.recipe_runs import adaptive_recipe, metered_step, set_up, tiny_config, without_saving
+from tests.support.recipe_runs import adaptive_recipe, metered_loop, set_up, tiny_config, without_saving
 from torchtune_adaptive.engine.search.probe import Prober
 from torchtune_adaptive.engine.search.strategies import Probe
-from torchtune_adaptive.engine.search.workload import Workload
+from torchtune_adaptive.plan.trace.config_steps import steps_of, trace_config
 from torchtune_adaptive.plan.trace.peaks import TracedStep
-from torchtune_adaptive.plan.trace.worker import StepTracer, trace_config
 from torchtune_adaptive.training.sizes import probe_batch
 
 SEQ_LEN, IMAGES = 40, 2
@@ -43,20 +41,13 @@ def _config(kind: str, places: tuple[Path, Path], **overrides: Any) -> DictConfi
 def _probes(_: int, kind: str, places: tuple[Path, Path]) -> tuple[list[Probe], int]:
     """Real steps of the recipe at ``SIZES``, metered exactly, and the bytes of their row. A collective."""
     recipe: Any = set_up(without_saving(adaptive_recipe(kind)), _config(kind, places))
-    step, meter = metered_step(recipe)
-    workload = Workload(
-        train_step=step,
-        model=nn.ModuleList(recipe.models()),
-        optimizers=recipe.optimizer_policy().optimizers,
-        device=recipe._device,
-        meter=meter,
-        consensus=recipe._consensus,
-    )
+    loop = metered_loop(recipe)
+    meter = loop.meter_for_probes()
     row = recipe.row_format().worst_case(
         recipe.trainer.loader.dataset, seq_len=SEQ_LEN, tokenizer_max_seq_len=None, consensus=recipe._consensus
     )
-    prober = Prober(workload, lambda rows: probe_batch(row, rows, micro_steps=2), meter=meter, forecasts=False)
-    with meter.exactly(), workload.restored() as restore_optimizers:
+    prober = Prober(loop, lambda rows: probe_batch(row, rows, micro_steps=2), meter=meter, forecasts=False)
+    with meter.exactly(), loop.restored() as restore_optimizers:
         prober.warm_up(2, after_failure=restore_optimizers)
         for size in SIZES:
             prober.fits(size)
@@ -64,7 +55,7 @@ def _probes(_: int, kind: str, places: tuple[Path, Path]) -> tuple[list[Probe], 
     return prober.probes, sum(storage.nbytes() for storage in storages)
 
 
-def _plan(_: int, kind: str, ranks: int, places: tuple[Path, Path], **overrides: Any) -> TracedStep:
+def _plan(kind: str, ranks: int, places: tuple[Path, Path], **overrides: Any) -> TracedStep:
     return trace_config(_config(kind, places, **overrides), world_size=ranks, seq_lens=[SEQ_LEN])
 
 
@@ -76,7 +67,7 @@ def places(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 @pytest.mark.parametrize(("kind", "ranks"), CASES)
 def test_every_phase_needs_what_was_planned_to_the_byte(kind: str, ranks: int, places: tuple[Path, Path]) -> None:
     """On a CPU the row of a probe is in the metered memory too, from which its batches are made."""
-    step = run_on_ranks(_plan, 1, kind, ranks, places)[0]
+    step = run_alone(_plan, kind, ranks, places)
     assert (step.images, step.tiles) == (IMAGES, images.MAX_TILES)
     peaks = step.peaks[0]
     real = run_alone(_probes, 0, kind, places) if ranks == 1 else run_on_ranks(_probes, ranks, kind, places)[0]
@@ -88,7 +79,7 @@ def test_every_phase_needs_what_was_planned_to_the_byte(kind: str, ranks: int, p
         assert peaks.peak_bytes(probe.batch_size) + row_bytes == probe.peak_bytes
 
 
-def _plans_of_lengths(_: int, places: tuple[Path, Path]) -> list[dict[str, float]]:
+def _plans_of_lengths(places: tuple[Path, Path]) -> list[dict[str, float]]:
     """Peaks of rows of 40 tokens, from those of shorter and longer ones, and traced."""
     cfg = _config("lora", places)
     plans = [trace_config(cfg, world_size=2, seq_lens=seq_lens) for seq_lens in ([16, SEQ_LEN, 64], [SEQ_LEN])]
@@ -97,23 +88,24 @@ def _plans_of_lengths(_: int, places: tuple[Path, Path]) -> list[dict[str, float
 
 @pytest.mark.exhaustive
 def test_lengths_between_two_others_have_the_same_images(places: tuple[Path, Path]) -> None:
-    interpolated, traced = run_on_ranks(_plans_of_lengths, 1, places)[0]
+    interpolated, traced = run_alone(_plans_of_lengths, places)
     assert interpolated == pytest.approx(traced, rel=1e-9)
 
 
-def _deep_plans(_: int, places: tuple[Path, Path]) -> Any:
+def _deep_plans(places: tuple[Path, Path]) -> Any:
     """Which layers are traced; peaks and figures of the whole model from these layers, and from all."""
-    tracer = StepTracer(_config("lora", places, model__num_layers=12, gradient_accumulation_steps=1), world_size=2)
-    layers = tracer.layers_to_trace(SEQ_LEN)
-    found = [
-        (tracer.peaks([SEQ_LEN], one)[0].phases(7), tracer.figures(one), tracer.host_figures(one))
-        for one in (layers, (tracer.num_layers,))
-    ]
+    cfg = _config("lora", places, model__num_layers=12, gradient_accumulation_steps=1)
+    with steps_of(cfg, world_size=2) as steps:
+        layers = steps.layers_to_trace(SEQ_LEN)
+        found = [
+            (steps.peaks([SEQ_LEN], one)[0].phases(7), steps.figures(one), steps.host_figures(one))
+            for one in (layers, (steps.num_layers,))
+        ]
     return layers, found
 
 
 @pytest.mark.exhaustive
 def test_many_layers_of_text_are_planned_from_few(places: tuple[Path, Path]) -> None:
-    layers, (from_few, whole) = run_on_ranks(_deep_plans, 1, places)[0]
+    layers, (from_few, whole) = run_alone(_deep_plans, places)
     assert layers == (6, 8)  # every second one is fused with the images
     assert from_few == whole

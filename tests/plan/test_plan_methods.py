@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig
-from torch import nn
 
 from tests.recipes.test_tensor_parallel import TWO
 from tests.support.ranks import run_alone, run_on_ranks
 from tests.support.recipe_runs import (
     SHALLOW,
     adaptive_recipe,
-    metered_step,
+    metered_loop,
     set_up,
     shallow_assets,
     tiny_config,
@@ -22,10 +21,9 @@ from tests.support.recipe_runs import (
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.engine.search.probe import Prober
 from torchtune_adaptive.engine.search.strategies import Probe
-from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.trace.config_steps import steps_of, trace_config
 from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
-from torchtune_adaptive.plan.trace.worker import StepTracer, trace_config
 from torchtune_adaptive.training.sizes import probe_batch
 
 SEQ_LEN = 40
@@ -65,18 +63,11 @@ def _config(kind: str, tiny_dir: Path, **overrides: Any) -> DictConfig:
 def _probes(kind: str, tiny_dir: Path) -> list[Probe]:
     """Real steps of the recipe at ``SIZES``, metered exactly. A collective."""
     recipe: Any = set_up(without_saving(adaptive_recipe(kind.removesuffix(TP))), _config(kind, tiny_dir))
-    step, meter = metered_step(recipe)
-    workload = Workload(
-        train_step=step,
-        model=nn.ModuleList(recipe.models()),
-        optimizers=recipe.optimizer_policy().optimizers,
-        device=recipe._device,
-        meter=meter,
-        consensus=recipe._consensus,
-    )
+    loop = metered_loop(recipe)
+    meter = loop.meter_for_probes()
     row = recipe.row_format().stretched(recipe.trainer.loader.dataset[0], SEQ_LEN)
-    prober = Prober(workload, lambda rows: probe_batch(row, rows, micro_steps=2), meter=meter, forecasts=False)
-    with meter.exactly(), workload.restored() as restore_optimizers:
+    prober = Prober(loop, lambda rows: probe_batch(row, rows, micro_steps=2), meter=meter, forecasts=False)
+    with meter.exactly(), loop.restored() as restore_optimizers:
         prober.warm_up(2, after_failure=restore_optimizers)
         for size in SIZES:
             prober.fits(size)
@@ -87,7 +78,7 @@ def _probes_of_all(_: int, kinds: list[str], tiny_dir: Path) -> dict[str, list[P
     return {kind: _probes(kind, tiny_dir) for kind in kinds}
 
 
-def _plans_of_all(_: int, kinds: list[str], ranks: int, tiny_dir: Path) -> dict[str, TracedStep]:
+def _plans_of_all(kinds: list[str], ranks: int, tiny_dir: Path) -> dict[str, TracedStep]:
     return {kind: trace_config(_config(kind, tiny_dir), world_size=ranks, seq_lens=[SEQ_LEN]) for kind in kinds}
 
 
@@ -117,7 +108,7 @@ def planned(tiny_dir: Path) -> Any:
 
     @functools.cache
     def plans(group: int, ranks: int) -> dict[str, TracedStep]:
-        return run_on_ranks(_plans_of_all, 1, GROUPS[group], ranks, tiny_dir)[0]
+        return run_alone(_plans_of_all, GROUPS[group], ranks, tiny_dir)
 
     return lambda kind, ranks: plans(_group_of(kind), ranks)[kind]
 
@@ -174,26 +165,26 @@ def test_a_stock_config_is_planned_by_its_name(capsys: pytest.CaptureFixture[str
 DEEPER = ("full_dpo", "full_qat")
 
 
-def _deep_plans(_: int, tiny_dir: Path) -> dict[str, Any]:
+def _deep_plans(tiny_dir: Path) -> dict[str, Any]:
     """Which layers are traced; peaks and figures of the whole models from these layers, and from all."""
     found: dict[str, Any] = {}
     for kind in (*DEEPER, "lora_kd"):
-        tracer = StepTracer(_config(kind, tiny_dir, **DEEP), world_size=2)
-        layers = tracer.layers_to_trace(SEQ_LEN)
-        ways = [layers, (tracer.num_layers,)] if kind in DEEPER else []
-        found[kind] = (
-            layers,
-            [
-                (tracer.peaks([SEQ_LEN], one)[0].phases(7), tracer.figures(one), tracer.host_figures(one))
-                for one in ways
-            ],
-        )
+        with steps_of(_config(kind, tiny_dir, **DEEP), world_size=2) as steps:
+            layers = steps.layers_to_trace(SEQ_LEN)
+            ways = [layers, (steps.num_layers,)] if kind in DEEPER else []
+            found[kind] = (
+                layers,
+                [
+                    (steps.peaks([SEQ_LEN], one)[0].phases(7), steps.figures(one), steps.host_figures(one))
+                    for one in ways
+                ],
+            )
     return found
 
 
 @pytest.fixture(scope="module")
 def deep_plans(tiny_dir: Path) -> dict[str, Any]:
-    return run_on_ranks(_deep_plans, 1, tiny_dir)[0]
+    return run_alone(_deep_plans, tiny_dir)
 
 
 @pytest.mark.exhaustive
@@ -212,7 +203,7 @@ def test_models_of_different_depths_are_traced_whole(deep_plans: Any) -> None:
 # ---- what is refused
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "`kd_loss` must have as many chunks as `loss` (8), but has 3 instead.": (
+    "The recipe cannot be set up: AssertionError: Number of output chunks": (
         "lora_kd",
         {"kd_loss__num_output_chunks": 3},
     ),
@@ -220,16 +211,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "lora_kd",
         {"teacher_model": {"_component_": "tests.support.fake_models.of_images"}},
     ),
-    "Rows must have at most the model's max_seq_len (32 tokens), but have 40.": (
+    "Rows have 40 tokens, but the model takes at most 32.": (
         "lora_kd",
         {"teacher_model__max_seq_len": 32},
     ),
     "`optimizer_in_bwd` must be False": ("full_dpo", {"optimizer_in_bwd": True}),
-    "The config must be one that its recipe can set up": ("full_qat", {"quantizer": {"_component_": NO_QAT}}),
+    "The recipe cannot be set up": ("full_qat", {"quantizer": {"_component_": NO_QAT}}),
 }
 
 
-def _refusals(_: int, tiny_dir: Path) -> list[str]:
+def _refusals(tiny_dir: Path) -> list[str]:
     said = []
     for kind, overrides in REFUSED.values():
         try:
@@ -240,6 +231,6 @@ def _refusals(_: int, tiny_dir: Path) -> list[str]:
 
 
 def test_a_config_that_cannot_be_planned_is_refused_with_the_reason(tiny_dir: Path) -> None:
-    said = run_on_ranks(_refusals, 1, tiny_dir)[0]
+    said = run_alone(_refusals, tiny_dir)
     assert len(said) == len(REFUSED)
     assert all(one.startswith(sentence) for one, sentence in zip(said, REFUSED, strict=True)), said

@@ -1,7 +1,6 @@
 """Models for plans that are not torchtune's own: a component that a config can name."""
 
-import os
-import signal
+import sys
 from typing import Any
 
 import torch
@@ -72,8 +71,20 @@ class FailsInItsStep(torch.optim.SGD):
         raise ZeroDivisionError("division by zero")
 
 
-class EndsItsProcess(torch.optim.SGD):
-    """An optimizer that ends its process by a segmentation fault, as faulty native code does."""
+class EndsInItsStep(torch.optim.SGD):
+    """An optimizer that would end its process."""
 
     def step(self, closure: Any = None) -> Any:
-        os.kill(os.getpid(), signal.SIGSEGV)
+        sys.exit(0)
+
+
+class InterruptedInItsStep(torch.optim.SGD):
+    """An optimizer during whose step a user presses Ctrl-C."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise KeyboardInterrupt
+
+
+def interrupted() -> nn.Module:
+    """A loss during whose set-up a user presses Ctrl-C."""
+    raise KeyboardInterrupt

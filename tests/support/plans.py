@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.engine.memory.timeline import Line
+from torchtune_adaptive.engine.memory.timeline import Line, Timeline
 from torchtune_adaptive.plan.config_plan import ConfigLaunch
 from torchtune_adaptive.plan.decide import Plan
 from torchtune_adaptive.plan.gpu import NCCL_BYTES, Calibration, Card
 from torchtune_adaptive.plan.trace.peaks import Moment, StepPeaks, TracedStep
+from torchtune_adaptive.plan.trace.recorder import KINDS
+from torchtune_adaptive.plan.trace.tracer import Tracer
 
 MIB, GIB = 2**20, 2**30
 ATTENTION_WIDTH = 4096
@@ -27,6 +29,29 @@ CALIBRATION = Calibration(
     fragmentation=0.5,
     misfit_bytes=GIB,
 )
+_OPERATIONS = (
+    "aten.mm.default",
+    "aten.mm.default",
+    "aten.nll_loss_forward.default",
+    "aten.mm.default",
+    "aten.add_.Tensor",
+)
+_LIVE_MIB = {
+    "parameters": (2, 2, 2, 2, 2),
+    "optimizer state": (4, 4, 4, 4, 4),
+    "activations": (3, 6, 14, 6, 3),
+    "gradients": (0, 0, 0, 5, 0),
+}
+# A whole step of 4 rows, with its peak of 20 MiB in the loss.
+STEP = {
+    kind: Timeline(
+        4,
+        _OPERATIONS,
+        tuple(MIB * live for live in _LIVE_MIB.get(kind, (0,) * len(_OPERATIONS))),
+        ("forward", "forward", "loss", "backward", "optimizer"),
+    )
+    for kind in KINDS
+}
 
 
 def peaks(seq_len: int, *, held_bytes: float, bytes_per_row: float, single_row_bytes: float | None = None) -> StepPeaks:
@@ -61,10 +86,11 @@ class Asked(NamedTuple):
     seq_lens: tuple[int, ...]
 
 
-class FakeTracer:
-    """In place of ``Tracer``: returns the step that ``step_for`` gives, and remembers what it was asked."""
+class FakeTracer(Tracer):
+    """Returns the step that ``step_for`` gives, and remembers what it was asked."""
 
     def __init__(self, step_for: Callable[[Asked], TracedStep]) -> None:
+        super().__init__()
         self._step_for = step_for
         self.asked: list[Asked] = []
 

@@ -16,10 +16,10 @@ from torchtune_adaptive.plan.decide import Plan, PlannedChange
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.show.as_json import plan_json
 from torchtune_adaptive.plan.show.grid import grid_text
-from torchtune_adaptive.plan.show.outputs import StepOutputs, shown_size
+from torchtune_adaptive.plan.show.plot import check_plot, write_plot
 from torchtune_adaptive.plan.show.text import plan_text, what_if_text
 from torchtune_adaptive.plan.trace.cache import user_cache_folder
-from torchtune_adaptive.plan.trace.client import Tracer
+from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.checks import check_top_level_keys, check_values
 from torchtune_adaptive.stock.configs import Method, load_config, method_of, resolved
@@ -50,7 +50,7 @@ def add_plan(commands: Commands) -> None:
         "predict which batch sizes of a config fit, without a GPU",
         "plan --config llama3_1/8B_full --nproc_per_node 8 --memory H100 --seq-len 4096,8192",
         "plan --config llama3_1/8B_lora --memory A100-80GB --batch-size 1,2,4,8",
-        "plan --config llama3_1/8B_full --memory H100 --batch-size 4 --modules --plot step.svg",
+        "plan --config llama3_1/8B_full --memory H100 --batch-size 4 --plot step.svg",
         "plan --config llama3_1/8B_full --memory 24GiB,A100-80GB,H100 --nproc_per_node 1,2,4,8",
         "plan --hf mistralai/Mistral-7B-v0.1 --lora 16 --seq-len 4096 --batch-size 4 --memory A100-80GB",
     )
@@ -75,12 +75,6 @@ def add_plan(commands: Commands) -> None:
     command.add_argument(
         "--what-if", action="store_true", help="show how much memory each change of the config would save"
     )
-    command.add_argument(
-        "--modules", action="store_true", help="list the modules that hold the most memory at the step's peak"
-    )
-    command.add_argument(
-        "--snapshot", type=Path, help="write a step's allocations to this .pickle file, for pytorch.org/memory_viz"
-    )
     command.add_argument("--plot", type=Path, help="write a plot of a step's memory to this .svg file")
     command.add_argument(
         "--calibration", type=Path, help="file that `tune-adaptive calibrate` wrote on the same GPU model"
@@ -96,15 +90,14 @@ def add_plan(commands: Commands) -> None:
     run.add_argument("--loss", help="full: over all logits at once; chunked: over parts of the tokens [full]")
     run.add_argument("--accumulation", help="gradient accumulation steps [1]")
     command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="override a key of the config, as with `run`"
+        "overrides", nargs="*", metavar="key=value", help="override a key of the config, as with `tune run`"
     )
     command.set_defaults(run=_plan)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
     if (arguments.config is None) == (arguments.hf is None):
-        given = "both are" if arguments.hf is not None else "neither is"
-        raise InputError(f"One of `--config` and `--hf` must be given, but {given}.")
+        raise InputError("A plan needs either `--config` or `--hf`.")
     if arguments.config is None:
         _plan_hugging_face(arguments)
     else:
@@ -115,13 +108,13 @@ def _plan_hugging_face(arguments: argparse.Namespace) -> None:
     from torchtune_adaptive.plan.any_loop import plan_max_batch_size  # torch takes seconds to import
     from torchtune_adaptive.plan.hugging_face import HuggingFaceRun
 
-    for option in ("what_if", "modules", "snapshot", "plot", "overrides"):
+    for option in ("what_if", "plot", "overrides"):
         if getattr(arguments, option):
             name = "key=value" if option == "overrides" else _flag(option)
-            raise InputError(f"`{name}` must be left out with `--hf`, but is given.")
+            raise InputError(f"`{name}` cannot be combined with `--hf`.")
     for option in ("lora_modules", "lora_dropout"):
         if arguments.lora is None and getattr(arguments, option) is not None:
-            raise InputError(f"`{_flag(option)}` must be left out without `--lora`, but is given.")
+            raise InputError(f"`{_flag(option)}` needs `--lora`.")
     if arguments.memory is None:
         raise _missing_memory()
     seq_len = USUAL_SEQ_LENS[0] if arguments.seq_len is None else integer("--seq-len", arguments.seq_len)
@@ -163,7 +156,7 @@ def _flag(option: str) -> str:
 def _plan_config(arguments: argparse.Namespace) -> None:
     for option, key in _HUGGING_FACE_OPTIONS.items():
         if getattr(arguments, option) not in (None, False):
-            raise InputError(f"`{_flag(option)}` must be left out with `--config`, where it is {key}, but is given.")
+            raise InputError(f"`{_flag(option)}` needs `--hf`; a config has {key}.")
     cfg = load_config(arguments.config, arguments.overrides)
     check_top_level_keys(cfg)
     settings = AdaptiveSettings.from_cfg(cfg)
@@ -175,15 +168,16 @@ def _plan_config(arguments: argparse.Namespace) -> None:
     nodes = integer("--nnodes", arguments.nnodes)
     ranks = integers("--nproc_per_node", arguments.nproc_per_node)  # of each machine
     cards = _cards(arguments, settings)
-    outputs = StepOutputs(arguments.modules, arguments.snapshot, arguments.plot)
+    if arguments.plot is not None:
+        check_plot(arguments.plot)
     seq_lens = row_lengths(cfg, settings) if arguments.seq_len is None else integers("--seq-len", arguments.seq_len)
     batch_sizes = [] if arguments.batch_size is None else integers("--batch-size", arguments.batch_size)
     is_one = len(ranks) * len(cards) == 1
-    for option in ("what_if", "modules", "snapshot", "plot"):
+    for option in ("what_if", "plot"):
         if getattr(arguments, option) and not is_one:
-            raise InputError(f"`{_flag(option)}` must be left out with several GPUs or numbers of ranks, but is given.")
+            raise InputError(f"`{_flag(option)}` needs one GPU and one number of ranks.")
     if arguments.what_if and len(batch_sizes) > 1:
-        raise InputError(f"`--batch-size` must be one number with `--what-if`, but is {arguments.batch_size} instead.")
+        raise InputError(f"`--what-if` needs one `--batch-size`, not {arguments.batch_size}.")
     tracer = Tracer(user_cache_folder("plans"), shows_progress=True)
     launches = {
         card.name: [
@@ -205,7 +199,7 @@ def _plan_config(arguments: argparse.Namespace) -> None:
         ((launch,),) = launches.values()
         ((planned,),) = plans.values()
         command = _run_command(arguments, cfg, method, planned)
-        _print_one(planned, launch, arguments, outputs=outputs, tracer=tracer, command=command)
+        _print_one(planned, launch, arguments, tracer=tracer, command=command)
     elif arguments.json:
         print(json.dumps([{"memory": name} | plan_json(one) for name, row in plans.items() for one in row], indent=2))
     else:
@@ -213,15 +207,9 @@ def _plan_config(arguments: argparse.Namespace) -> None:
 
 
 def _print_one(
-    planned: Plan,
-    launch: ConfigLaunch,
-    arguments: argparse.Namespace,
-    *,
-    outputs: StepOutputs,
-    tracer: Tracer,
-    command: str,
+    planned: Plan, launch: ConfigLaunch, arguments: argparse.Namespace, *, tracer: Tracer, command: str
 ) -> None:
-    size, as_json = shown_size(planned), arguments.json
+    size, as_json = planned.decisive.chosen, arguments.json
     ways = [] if planned.fits else list(ways_to_fit(launch, planned, tracer))
     if not as_json:  # before what takes time, and may fail
         print(plan_text(planned, ways=ways, command=command), flush=True)
@@ -230,21 +218,20 @@ def _print_one(
         effects = list(what_if(replace(launch, batch_sizes=(size.batch_size,)), tracer))
         if not as_json:
             print(f"\n{what_if_text(effects)}", flush=True)
-    events = None
-    if outputs.any:
+    if arguments.plot is not None:
         cfg = as_traced(launch.cfg, AdaptiveSettings.from_cfg(launch.cfg))
-        events = tracer.events(
+        timelines = tracer.whole_step(
             cfg, world_size=launch.world_size, batch_size=size.batch_size, seq_len=max(launch.seq_lens)
         )
-        for text in outputs.texts(events, planned):
-            if not as_json:
-                print(f"\n{text}", flush=True)
+        write_plot(arguments.plot, timelines, planned)
+        if not as_json:
+            print(f"\nPlot of the step written to {arguments.plot}.")
     if as_json:
-        print(json.dumps(plan_json(planned, ways=ways, effects=effects, events=events), indent=2))
+        print(json.dumps(plan_json(planned, ways=ways, effects=effects), indent=2))
 
 
 def _missing_memory() -> InputError:
-    return InputError("`--memory` must be a GPU's name or a size, as in H100 or 80GiB, but is missing.")
+    return InputError("`--memory` is missing: a GPU's name or a size, as in H100 or 80GiB.")
 
 
 def _cards(arguments: argparse.Namespace, settings: AdaptiveSettings) -> list[Card]:
@@ -256,10 +243,7 @@ def _cards(arguments: argparse.Namespace, settings: AdaptiveSettings) -> list[Ca
         return [Card.limited(name, calibration=arguments.calibration)]
     names = arguments.memory.split(",")
     if arguments.calibration is not None and len(names) > 1:
-        raise InputError(
-            "`--memory` must be one GPU with `--calibration`, which is of one GPU, but is"
-            f" {quote(arguments.memory)} instead."
-        )
+        raise InputError(f"`--calibration` is of one GPU, but `--memory` is {quote(arguments.memory)}.")
     return [Card.named(name, calibration=arguments.calibration) for name in names]
 
 

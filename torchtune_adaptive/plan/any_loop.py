@@ -4,11 +4,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from torchtune_adaptive.errors import require_fraction, require_integer, require_one_of
+from torchtune_adaptive.engine.search.options import SearchOptions
+from torchtune_adaptive.errors import require_integer, require_one_of
 from torchtune_adaptive.plan.decide import BatchSizes, Device, Plan
 from torchtune_adaptive.plan.gpu import Card, Overhead
+from torchtune_adaptive.plan.show.text import plan_text
 from torchtune_adaptive.plan.trace.loop import BuildModel, BuildOptimizer, MakeBatch, TrainStep, trace_loop
 from torchtune_adaptive.plan.trace.peaks import TracedStep
+
+
+class LoopPlan(Plan):
+    """A plan that prints as ``tune-adaptive plan`` does."""
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
 
 _EAGER = "Planned without `torch.compile`, as eager code."
 
@@ -21,13 +31,13 @@ def plan_max_batch_size(
     *,
     memory: str | int,
     ranks: int = 1,
-    margin: float = 0.05,
+    margin: float = SearchOptions.margin,
     batch_sizes: Sequence[int] = (),
     calibration: str | Path | None = None,
     device: Literal["cuda", "cpu"] = "cuda",
     title: str | None = None,
     assumptions: str = "",
-) -> Plan:
+) -> LoopPlan:
     """Plan the largest batch size whose train step fits, for any PyTorch training loop, without a GPU or weights.
 
     The four functions are those of a run, and are called in this process on tensors without memory. The plan prints as
@@ -58,7 +68,7 @@ def plan_max_batch_size(
     for size in batch_sizes:
         require_integer("batch_sizes", size, minimum=1)
     require_one_of("device", device, ("cuda", "cpu"))
-    require_fraction("margin", margin)
+    margin = SearchOptions(margin=margin).margin  # checked
     card = Card.named(str(memory), calibration=None if calibration is None else Path(calibration))
     on_cuda = device == "cuda"
     traced = trace_loop(
@@ -76,7 +86,7 @@ def plan_max_batch_size(
         paged_bytes=0,
         attention_width=traced.attention_elements,
     )
-    return Plan(
+    return LoopPlan(
         title=title or traced.model_name,
         world_size=ranks,
         device=of_rank,

@@ -7,8 +7,9 @@ from dataclasses import replace
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.config_plan import ConfigLaunch, StepTracer
+from torchtune_adaptive.plan.config_plan import ConfigLaunch
 from torchtune_adaptive.plan.decide import Plan, PlannedChange
+from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.stock.configs import is_lora, method_of, resolved
 from torchtune_adaptive.training.batch.limits import halvings
 
@@ -24,7 +25,7 @@ _LORA = {
 }
 
 
-def what_if(launch: ConfigLaunch, tracer: StepTracer) -> Iterator[PlannedChange]:
+def what_if(launch: ConfigLaunch, tracer: Tracer) -> Iterator[PlannedChange]:
     """Plan the launch as it is, with each change of its config, with all of them, and with twice as many ranks.
 
     The launch must have one batch size.
@@ -39,7 +40,7 @@ def what_if(launch: ConfigLaunch, tracer: StepTracer) -> Iterator[PlannedChange]
     yield _planned(f"{2 * launch.world_size} ranks", _on_ranks(launch, 2 * launch.world_size), tracer)
 
 
-def ways_to_fit(launch: ConfigLaunch, planned: Plan, tracer: StepTracer) -> Iterator[PlannedChange]:
+def ways_to_fit(launch: ConfigLaunch, planned: Plan, tracer: Tracer) -> Iterator[PlannedChange]:
     """Plan changes of a launch that does not fit, as ``planned``: checkpointing, LoRA, more ranks, shorter rows.
 
     The only requested size of each plan is one row.
@@ -59,7 +60,7 @@ def ways_to_fit(launch: ConfigLaunch, planned: Plan, tracer: StepTracer) -> Iter
     )
 
 
-def _first_that_fits(tracer: StepTracer, candidates: Iterable[tuple[str, ConfigLaunch]]) -> Iterator[PlannedChange]:
+def _first_that_fits(tracer: Tracer, candidates: Iterable[tuple[str, ConfigLaunch]]) -> Iterator[PlannedChange]:
     """The first of the changes that fits or cannot be planned, or else the last one, if any."""
     last = None
     for name, changed in candidates:
@@ -84,7 +85,7 @@ def _more_ranks(launch: ConfigLaunch, planned: Plan) -> Iterator[tuple[str, Conf
             yield f"{ranks} ranks", _on_ranks(launch, ranks)
 
 
-def _planned(name: str, launch: ConfigLaunch, tracer: StepTracer) -> PlannedChange:
+def _planned(name: str, launch: ConfigLaunch, tracer: Tracer) -> PlannedChange:
     """The plan of the longest rows alone."""
     try:
         return PlannedChange(name, replace(launch, seq_lens=(max(launch.seq_lens),)).plan(tracer).decisive)

@@ -1,7 +1,6 @@
 """Plan which batch sizes of a config fit on its ranks' devices, without a device."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -11,18 +10,13 @@ from torchtune_adaptive.plan.decide import BatchSizes, Device, LengthPlan, Plan
 from torchtune_adaptive.plan.gpu import Card, Overhead
 from torchtune_adaptive.plan.host_memory import HostPlan, Launch, plan_host
 from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
+from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import data_parallel_ranks
 from torchtune_adaptive.training.batch.rank_shares import check_samples_per_step, largest_share
 
 # Row lengths to plan if neither the user nor the config gives any.
 USUAL_SEQ_LENS = (2048, 4096, 8192)
-
-
-class StepTracer(Protocol):
-    """Traces steps of configs, as ``trace.client.Tracer`` does."""
-
-    def step(self, cfg: DictConfig, *, world_size: int, seq_lens: list[int]) -> TracedStep: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +43,7 @@ class ConfigLaunch:
         """Whether the config trains on the CPU."""
         return str(self.cfg.device).startswith("cpu")
 
-    def plan(self, tracer: StepTracer) -> Plan:
+    def plan(self, tracer: Tracer) -> Plan:
         """Trace the step and decide what fits.
 
         Raises:
@@ -57,7 +51,7 @@ class ConfigLaunch:
         """
         settings = AdaptiveSettings.from_cfg(self.cfg)
         run = _Run.of(self.cfg, settings, ranks=data_parallel_ranks(self.cfg, self.world_size))
-        step = tracer.step(as_traced(self.cfg, settings), world_size=self.world_size, seq_lens=list(self.seq_lens))
+        step = tracer.step(as_traced(self.cfg, settings), world_size=self.world_size, seq_lens=self.seq_lens)
         device = self._device(settings, step)
         lengths = tuple(self._length(run, peaks, step, device) for peaks in step.peaks)
         host = self._host(settings, step, lengths)

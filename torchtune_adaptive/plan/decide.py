@@ -102,6 +102,11 @@ class LengthPlan:
         """The sizes whose memory is shown in detail: the requested ones, or else the one that a run would use."""
         return self.asked or (self.used,)
 
+    @property
+    def chosen(self) -> SizePlan:
+        """The size that a plot shows and changes are compared at: the only requested one, or the one of a run."""
+        return self.asked[0] if len(self.asked) == 1 else self.used
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -136,11 +141,6 @@ class Plan:
         """The memory of a batch of ``batch_size`` of the longest rows."""
         peaks = max(self.step.peaks, key=lambda peaks: peaks.seq_len)
         return BatchSizes(peaks, self.device, sequences=self.step.sequences).size(batch_size)
-
-    def __str__(self) -> str:
-        from torchtune_adaptive.plan.show.text import plan_text  # which needs this module
-
-        return plan_text(self)
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ class Calibration:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, RecursionError, ValueError) as error:
-            raise InputError(f"`calibration` must be a readable file, but is {name}: {reason_of(error)}.") from error
+            raise InputError(f"`calibration` {name} cannot be read: {reason_of(error)}.") from error
         version = content.get("version") if isinstance(content, dict) else None
         if version != CALIBRATION_VERSION:
             raise InputError(

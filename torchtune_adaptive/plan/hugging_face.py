@@ -173,8 +173,8 @@ class HuggingFaceRun:
             config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         if (quantized := getattr(config, "quantization_config", None)) is not None:
             raise InputError(
-                "`--hf` must be a model whose config.json has no `quantization_config`, as quantized weights are not"
-                f" planned, but {quote(self.path)} has {quote(quantized)}."
+                f"Quantized weights are not planned, but {quote(self.path)} has the `quantization_config`"
+                f" {quote(quantized)}."
             )
         return config
 
@@ -197,8 +197,7 @@ class HuggingFaceRun:
                 model = peft.get_peft_model(model, options, autocast_adapter_dtype=False)
         except ValueError as error:
             raise InputError(
-                f"`--lora-modules` must name layers of the model, but is {quote(','.join(self.lora_modules))}:"
-                f" {reason_of(error)}."
+                f"The model has no adapters for `--lora-modules {','.join(self.lora_modules)}`: {reason_of(error)}."
             ) from error
         if self.ranks == 1:  # peft's default; FSDP2 needs one data type in a layer
             for parameter in (one for one in model.parameters() if one.requires_grad):
@@ -246,8 +245,8 @@ def _model_errors_explained(path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise InputError(
-            "`--hf` must be a folder with a config.json of a causal language model, or a name on the Hub, but is"
-            f" {quote(path)}: {reason_of(error).partition('. ')[0]}."  # a list of all models may follow
+            f"`--hf` {quote(path)} is no causal language model:"
+            f" {reason_of(error).partition('. ')[0]}."  # a list of all models may follow
         ) from error
 
 
@@ -268,7 +267,5 @@ def _imported(name: str, *, needed_for: str) -> Any:
         module: ModuleType = importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise InputError(
-            f"{package} must be installed to plan {needed_for}, as by `pip install {package}`, but is not."
-        ) from error
+        raise InputError(f"A plan of {needed_for} needs {package}: `pip install {package}` installs it.") from error
     return module

@@ -6,19 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.step_events import EVENTS, MIB, drawn_events
+from tests.support.plans import MIB, STEP
+from torchtune_adaptive.engine.memory.timeline import sum_of_timelines
 from torchtune_adaptive.plan.show.plot import COLOURS, DrawnDevice, highest_of_each_pixel, phases_of, step_figure
-from torchtune_adaptive.plan.trace.events import StepEvents
 from torchtune_adaptive.report.style import svg_of
 
 properties = settings(max_examples=80)
+OPERATIONS = len(sum_of_timelines(STEP.values()).operations)
 
 
 def figure_of(
     *, memory_mib: float = 30, usable_mib: float = 28, added_mib: float = 5, title: str = "tiny/full", note: str = ""
 ) -> Any:
     device = DrawnDevice(memory_bytes=memory_mib * MIB, usable_bytes=usable_mib * MIB, added_bytes=added_mib * MIB)
-    return step_figure(EVENTS, title=title, world_size=2, device=device, note=note)
+    return step_figure(STEP, seq_len=256, title=title, world_size=2, device=device, note=note)
 
 
 def legend_of(figure: Any) -> list[str]:
@@ -26,17 +27,21 @@ def legend_of(figure: Any) -> list[str]:
 
 
 @properties
-@given(drawn_events(), st.sampled_from([1, 3, 10, 60, 200]))
-def test_no_pixel_hides_an_operation_that_is_higher_than_what_it_shows(events: StepEvents, width: int) -> None:
-    phases = phases_of([operation.phase for operation in events.operations])
-    assert [name for name, inside in phases for _ in inside] == [operation.phase for operation in events.operations]
-    assert [number for _, inside in phases for number in inside] == list(range(len(events.operations)))
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6) | st.integers(0, 10**6)), min_size=1, max_size=30),
+    st.sampled_from([1, 3, 10, 60, 200]),
+)
+def test_no_pixel_hides_an_operation_that_is_higher_than_what_it_shows(step: list[tuple[str, int]], width: int) -> None:
+    names, live_bytes = [name for name, _ in sorted(step)], [live for _, live in sorted(step)]
+    phases = phases_of(names)
+    assert [name for name, inside in phases for _ in inside] == names
+    assert [number for _, inside in phases for number in inside] == list(range(len(names)))
     for _, inside in phases:
-        shown = highest_of_each_pixel(inside, events.total_bytes, width)
+        shown = highest_of_each_pixel(inside, live_bytes, width)
         assert len(shown) <= width
         assert shown == sorted(set(shown))
         assert set(shown) <= set(inside)
-        assert max(events.total_bytes[one] for one in shown) == max(events.total_bytes[one] for one in inside)
+        assert max(live_bytes[one] for one in shown) == max(live_bytes[one] for one in inside)
 
 
 def test_the_picture_names_the_config_the_batch_the_ranks_and_the_place_of_the_peak() -> None:
@@ -44,7 +49,7 @@ def test_the_picture_names_the_config_the_batch_the_ranks_and_the_place_of_the_p
     assert [text.get_text() for text in figure.texts] == [
         "<mine> & yours: memory of one train step",
         "A batch of 4 rows of 256 tokens on each of 2 ranks: peak 20.0 MiB, 25.0 MiB with GPU overhead, of 30.0 MiB",
-        "The peak is in loss, at nll_loss_forward of loss: operation 3 of 5, drawn in order. Short phases are drawn"
+        "The peak is in loss, at nll_loss_forward: operation 3 of 5, drawn in order. Short phases are drawn"
         " wider.\nA note.",
     ]
     assert [axes.get_title("center") for axes in figure.axes] == ["forward", "loss", "backward", "optimizer"]
@@ -54,15 +59,15 @@ def test_the_picture_names_the_config_the_batch_the_ranks_and_the_place_of_the_p
 
 def test_areas_are_as_high_as_the_bytes_that_they_show() -> None:
     """Each area lies on the live bytes of the kinds below it."""
-    kinds = [kind for kind in COLOURS if kind in EVENTS.live_bytes]
-    operations = iter(range(5))
+    kinds = [kind for kind in COLOURS if any(STEP[kind].live_bytes)]
+    operations = iter(range(OPERATIONS))
     for axes in figure_of().axes:
         shown = [next(operations) for _ in range(2 if axes.get_title("center") == "forward" else 1)]
         below = dict.fromkeys(shown, 0.0)
         areas = axes.collections[: len(kinds)]
         for area, kind in zip(areas, kinds, strict=True):
             drawn = {y for _, y in area.get_paths()[0].vertices}
-            above = {one: below[one] + EVENTS.live_bytes[kind][one] / MIB for one in shown}
+            above = {one: below[one] + STEP[kind].live_bytes[one] / MIB for one in shown}
             assert drawn == {*above.values(), *below.values()}
             below = above
 

@@ -10,32 +10,30 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from tests.support.plans import GIB, MIB, peaks, step_of
-from tests.support.step_events import EVENTS
-from torchtune_adaptive.plan.trace import cache, client
+from torchtune_adaptive.plan.trace import cache, config_steps
 from torchtune_adaptive.plan.trace.cache import user_cache_folder
-from torchtune_adaptive.plan.trace.client import Tracer
+from torchtune_adaptive.plan.trace.peaks import TracedStep
+from torchtune_adaptive.plan.trace.tracer import Tracer
 
 CONFIG = OmegaConf.create({"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, "batch_size": 2})
 OF_OTHERS = OmegaConf.create({"model": [{"_component_": "mine.Model"}]})
 
 
 class Tracing:
-    """In place of the worker: counts how often it is asked; peaks differ each time."""
+    """In place of ``trace_config``: counts how often it is asked; peaks differ each time."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, request: dict[str, Any], **_: Any) -> Any:
+    def __call__(self, cfg: DictConfig, *, seq_lens: list[int], **_: Any) -> TracedStep:
         self.count += 1
-        if "batch_size" in request:
-            return EVENTS.as_json()
-        return step_of(peaks(64, held_bytes=GIB, bytes_per_row=self.count * MIB)).as_json()
+        return step_of(*(peaks(one, held_bytes=GIB, bytes_per_row=self.count * MIB) for one in seq_lens))
 
 
 @pytest.fixture
 def tracing(monkeypatch: pytest.MonkeyPatch) -> Tracing:
     tracing = Tracing()
-    monkeypatch.setattr(client, "_run_worker", tracing)
+    monkeypatch.setattr(config_steps, "trace_config", tracing)
     return tracing
 
 
@@ -56,8 +54,15 @@ def test_another_config_length_or_number_of_ranks_is_traced_again(tracing: Traci
     assert isinstance(other, DictConfig)
     asked_by_new_processes(tmp_path, CONFIG, other, CONFIG, world_sizes=(1, 2))
     assert tracing.count == 4
-    Tracer(tmp_path).step(CONFIG, world_size=1, seq_lens=[64, 65])
-    assert tracing.count == 5
+
+
+def test_of_several_lengths_only_the_new_ones_are_traced(tracing: Tracing, tmp_path: Path) -> None:
+    asked_by_new_processes(tmp_path, CONFIG)
+    lengths = [65, 64, 66]
+    step = Tracer(tmp_path).step(CONFIG, world_size=1, seq_lens=lengths)
+    assert tracing.count == 2
+    assert [one.seq_len for one in step.peaks] == lengths
+    assert [one.moments[0].lines["activations"].slope_bytes for one in step.peaks] == [2 * MIB, MIB, 2 * MIB]
 
 
 def test_other_versions_are_traced_again(tracing: Tracing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,14 +153,6 @@ def test_only_the_newest_files_are_kept(tracing: Tracing, tmp_path: Path, monkey
     asked_by_new_processes(tmp_path, CONFIG, world_sizes=(2, 3))
     assert len(list(tmp_path.iterdir())) == 2
     assert not oldest.exists()
-
-
-def test_a_steps_events_are_kept_beside_its_peaks(tracing: Tracing, tmp_path: Path) -> None:
-    asked_by_new_processes(tmp_path, CONFIG)
-    for batch_size in (2, 3, 2):
-        assert Tracer(tmp_path).events(CONFIG, world_size=1, batch_size=batch_size, seq_len=64) == EVENTS
-    asked_by_new_processes(tmp_path, CONFIG)
-    assert tracing.count == 3
 
 
 def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

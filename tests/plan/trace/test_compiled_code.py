@@ -98,9 +98,7 @@ def rises(module: nn.Module, *inputs: torch.Tensor) -> tuple[int, int, int]:
 
 def compiled(function: Callable[..., torch.Tensor]) -> nn.Module:
     """``function`` as a loss that is compiled as a whole."""
-    module = Code(function)
-    compile_loss(module, also_whole=True)
-    return module
+    return compile_loss(Code(function))
 
 
 def test_a_chain_of_element_wise_operations_makes_its_output_only() -> None:
@@ -172,8 +170,9 @@ def test_the_part_of_a_chunked_loss_for_one_chunk_is_compiled() -> None:
         ForwardKLWithChunkedOutputLoss(),
         nn.CrossEntropyLoss(),
     )
-    for loss in (cross_entropy, divergence, plain):
-        compile_loss(loss, also_whole=False)
+    losses = [compile_loss(loss) for loss in (cross_entropy, divergence, plain)]
+    assert losses[:2] == [cross_entropy, divergence]
+    assert "forward" in vars(losses[2])
     assert "compute_cross_entropy" in vars(cross_entropy)
     assert "forward" in vars(divergence.fkl_loss)
     assert all("forward" not in vars(loss) for loss in (cross_entropy, divergence, plain))

@@ -1,8 +1,5 @@
 """A config's peaks over fake tensors: extrapolated from few layers where they repeat, and of the right kinds."""
 
-import io
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,19 +10,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torchtune import config
 
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import run_alone
 from tests.support.toys import without_torchvision
 from torchtune_adaptive.engine.memory.timeline import Timeline
-from torchtune_adaptive.errors import InputError, TracingError
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.host_memory import HostFigures
-from torchtune_adaptive.plan.trace import client, worker
-from torchtune_adaptive.plan.trace.fake_tensors import start_fake_process_group
+from torchtune_adaptive.plan.trace import config_steps
+from torchtune_adaptive.plan.trace.config_steps import steps_of, trace_config
 from torchtune_adaptive.plan.trace.few_layers import layers_limited_to
 from torchtune_adaptive.plan.trace.host_figures import host_figures
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
 from torchtune_adaptive.plan.trace.peaks import StepPeaks
 from torchtune_adaptive.plan.trace.recorder import StepTrace
-from torchtune_adaptive.plan.trace.worker import StepTracer, trace_config
+from torchtune_adaptive.plan.trace.restored import fake_process_group
 from torchtune_adaptive.stock.configs import load_config
 
 SEQ_LEN = 64
@@ -50,37 +47,38 @@ def _model(component: str, **arguments: int) -> list[str]:
 
 REFUSED = {
     "`model` must be a TransformerDecoder": _model("of_images"),
-    "The config must be one that its recipe can set up": ["optimizer_in_bwd=True"],  # while gradients are clipped
+    "The recipe cannot be set up": ["optimizer_in_bwd=True"],  # while gradients are clipped
     "`optimizer` of bitsandbytes must be one of Adam, ": ["optimizer=bitsandbytes.optim.Unknown8bit"],
-    "`optimizer` must be one whose step needs no closure, but LBFGS needs": [
+    "A train step of the config cannot be traced: raised TypeError: LBFGS.step() missing 1": [
         "~optimizer.fused",
         "optimizer=torch.optim.LBFGS",
     ],
-    "Rows must have at most the model's max_seq_len": ["model.max_seq_len=32"],
+    "Rows have ": ["model.max_seq_len=32"],
     "`num_layers` must be an integer, but is 'two' instead.": ["model.num_layers=two"],
 }
-
-
-FAILS = [SHALLOW, "~optimizer.fused", "optimizer._component_=tests.support.fake_models.FailsInItsStep"]
 
 
 def _peaks(cfg: DictConfig, *, world_size: int = 1, seq_len: int = SEQ_LEN) -> StepPeaks:
     return trace_config(cfg, world_size=world_size, seq_lens=[seq_len]).peaks[0]
 
 
-def _layers_traced(_: int) -> dict[str, tuple[int, ...]]:
+def _layers_traced() -> dict[str, tuple[int, ...]]:
     cfgs = {
         "alike": _cfg("full", "model.num_layers=10"),
         "another builder": _cfg("full", *_model("of_another_builder", depth=10)),
         "one wide layer": _cfg("full", *_model("with_one_wide_layer", num_layers=10, wide=6)),
         "every ninth checkpointed": _cfg("full", "model.num_layers=10", "ac_mode=selective", "ac_option=9"),
     }
-    return {name: StepTracer(cfg, world_size=2).layers_to_trace(SEQ_LEN) for name, cfg in cfgs.items()}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, cfg in cfgs.items():
+        with steps_of(cfg, world_size=2) as steps:
+            found[name] = steps.layers_to_trace(SEQ_LEN)
+    return found
 
 
 @pytest.fixture(scope="module")
 def layers_traced() -> dict[str, tuple[int, ...]]:
-    return run_on_ranks(_layers_traced, 1)[0]
+    return run_alone(_layers_traced)
 
 
 def test_few_layers_are_traced_where_layers_repeat(layers_traced: dict[str, tuple[int, ...]]) -> None:
@@ -94,7 +92,7 @@ def test_where_layers_differ_or_cannot_be_left_out_the_whole_model_is_traced(
     assert layers_traced[name] == (10,)
 
 
-def _kinds(_: int) -> dict[str, Any]:
+def _kinds() -> dict[str, Any]:
     seen: dict[str, Any] = {}
     sharded = trace_config(_cfg("full", LAYERS), world_size=4, seq_lens=[SEQ_LEN])
     seen["parameters"], seen["sharded"] = sharded.num_parameters, sharded.peaks[0].moment(2, "clip").at(2)
@@ -141,8 +139,9 @@ def _kinds(_: int) -> dict[str, Any]:
     seen["buffers"] = [
         _peaks(_cfg("full", *_model("with_a_buffer", num_layers=1, is_lazy=is_lazy))).phases(2) for is_lazy in (0, 1)
     ]
-    seen["state of ranks"] = {name: _host_figures_on_ranks(4, name) for name in STATE_OF_RANKS}
-    return seen | {name: _answer(*overrides) for name, overrides in (REFUSED | {"failed": FAILS}).items()}
+    with fake_process_group(4):
+        seen["state of ranks"] = {name: _host_figures_on_ranks(4, name) for name in STATE_OF_RANKS}
+    return seen | {sentence: _refusal(*overrides) for sentence, overrides in REFUSED.items()}
 
 
 # For a parameter of 512 x 256 elements in float32 on 4 ranks: the bytes of a rank's state, with a scale for each 256
@@ -157,7 +156,6 @@ STATE_OF_RANKS = {
 
 def _host_figures_on_ranks(world_size: int, name: str) -> tuple[int, int, int]:
     """For one sharded parameter: bytes of a rank's state, of all ranks' state, and of a rank on the host."""
-    start_fake_process_group(world_size)
     mesh = init_device_mesh("cpu", (world_size,))
     model = nn.Linear(256, 512, bias=False)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
@@ -169,15 +167,15 @@ def _host_figures_on_ranks(world_size: int, name: str) -> tuple[int, int, int]:
     return found["state"], found["whole_state"], found["offloaded"]
 
 
-def _answer(*overrides: str) -> tuple[dict[str, Any], str]:
-    """What the worker process answers, and what it prints of an unexpected error."""
-    errors, config = io.StringIO(), OmegaConf.to_container(_cfg("full", *overrides))
-    return worker._answer({"config": config, "world_size": 1, "seq_lens": [SEQ_LEN]}, errors), errors.getvalue()
+def _refusal(*overrides: str) -> str:
+    with pytest.raises(InputError) as refused:
+        _peaks(_cfg("full", *overrides))
+    return str(refused.value)
 
 
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, Any]:
-    return run_on_ranks(_kinds, 1)[0]
+    return run_alone(_kinds)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("alone", 1), ("sharded", 4)])
@@ -268,14 +266,12 @@ def test_each_rank_has_its_share_of_the_state_and_all_ranks_have_the_whole(kinds
 
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_a_config_that_cannot_be_planned_is_refused_with_the_reason(kinds: dict[str, Any], sentence: str) -> None:
-    answer, printed = kinds[sentence]
-    assert answer["refused"].startswith(sentence)
-    assert printed == ""
+    assert kinds[sentence].startswith(sentence)
 
 
-def test_without_torchvision_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchvision_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     without_torchvision(monkeypatch)
-    with pytest.raises(InputError, match=r"\.llama3_2_vision_11b' is not: .*; `pip install torchvision` provides it"):
+    with pytest.raises(InputError, match=r"vision_11b' cannot be imported: ModuleNotFoundError: .*torchvision"):
         layers_limited_to(1, "torchtune.models.llama3_2_vision.llama3_2_vision_11b").__enter__()
 
 
@@ -289,7 +285,7 @@ class RepeatingRecipe:
     and in ``last_bytes`` the bytes that are live after the last operation, by the model's number of layers.
     """
 
-    def __init__(self, cfg: DictConfig, *, world_size: int, num_layers: int | None = None) -> None:
+    def __init__(self, cfg: DictConfig, *, num_layers: int | None = None) -> None:
         self.models = [nn.Identity()]
         self.true_num_layers = 10
         self.fusion_interval = 0
@@ -320,8 +316,8 @@ class RepeatingRecipe:
 def test_peaks_and_figures_of_each_length_are_those_of_the_whole_model(
     operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "FakeRecipe", RepeatingRecipe)
-    cfg = OmegaConf.create({"operation": operation})
+    monkeypatch.setattr(config_steps, "FakeRecipe", RepeatingRecipe)
+    cfg = OmegaConf.create({"device": "cpu", "operation": operation})
     step = trace_config(cfg, world_size=1, seq_lens=[80, 32, 128])
     assert (step.traced_layers, step.num_layers, step.num_parameters) == ((4, 6), 10, 1007)
     assert step.host == HostFigures(weights=1007, activations={"64": 10})
@@ -340,11 +336,11 @@ class LoopingRecipe(RepeatingRecipe):
 
 
 def test_lines_through_passes_of_a_loop_are_confirmed_by_a_larger_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "FakeRecipe", LoopingRecipe)
-    peaks = trace_config(OmegaConf.create({}), world_size=1, seq_lens=[32]).peaks[0]
+    monkeypatch.setattr(config_steps, "FakeRecipe", LoopingRecipe)
+    peaks = trace_config(OmegaConf.create({"device": "cpu"}), world_size=1, seq_lens=[32]).peaks[0]
     assert [peaks.peak_bytes(rows) for rows in (1, 2, 7)] == [1000, 2000, 7000]
-    cfg = OmegaConf.create({"last_bytes": dict.fromkeys((4, 6, 8, 10), 500)})
-    with pytest.raises(InputError, match=r"but that of 5 rows of 32 tokens does not follow from that of fewer rows"):
+    cfg = OmegaConf.create({"device": "cpu", "last_bytes": dict.fromkeys((4, 6, 8, 10), 500)})
+    with pytest.raises(InputError, match=r"with 5 rows of 32 tokens does not follow"):
         trace_config(cfg, world_size=1, seq_lens=[32])
 
 
@@ -361,9 +357,10 @@ def test_few_layers_are_traced_only_if_a_third_model_confirms_the_extrapolation(
     last_bytes: dict[int, int], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the layers, 1000 bytes are live for each layer."""
-    monkeypatch.setattr(worker, "FakeRecipe", RepeatingRecipe)
-    tracer = StepTracer(OmegaConf.create({"last_bytes": last_bytes}), world_size=1)
-    assert tracer.layers_to_trace(500) == layers
+    monkeypatch.setattr(config_steps, "FakeRecipe", RepeatingRecipe)
+    cfg = OmegaConf.create({"device": "cpu", "last_bytes": last_bytes})
+    with steps_of(cfg, world_size=1) as steps:
+        assert steps.layers_to_trace(500) == layers
 
 
 # ---- live bytes by kind
@@ -400,92 +397,3 @@ def test_bytes_made_after_backward_are_temporaries_on_the_device_or_on_the_host(
 
 def test_bytes_are_rounded_up_as_the_allocator_rounds_them() -> None:
     assert _traced_kinds(StepTrace(granularity_bytes=512), "forward") == {"activations": [512, 1024]}
-
-
-# ---- in a separate process
-
-
-def test_the_worker_process_gives_the_peaks_of_the_config_without_torchaos_warning(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    cfg = _cfg("full", SHALLOW)
-    traced = client.Tracer(shows_progress=True).step(cfg, world_size=2, seq_lens=[SEQ_LEN])
-    printed = capfd.readouterr().err
-    assert "tracing" in printed
-    assert "torchao" not in printed
-    assert traced == run_on_ranks(_traced, 1, cfg)[0]
-
-
-def _traced(_: int, cfg: DictConfig) -> Any:
-    return trace_config(cfg, world_size=2, seq_lens=[SEQ_LEN])
-
-
-def test_the_worker_process_answers_with_an_unexpected_error_and_prints_it(kinds: dict[str, Any]) -> None:
-    answer, printed = kinds["failed"]
-    assert answer == {"failed": "ZeroDivisionError: division by zero"}
-    assert printed.endswith("ZeroDivisionError: division by zero\n")
-
-
-def _answering(monkeypatch: pytest.MonkeyPatch, answer: str, printed: str) -> None:
-    """Replace the worker process by one that writes ``answer``, and ``printed`` as the text of its error."""
-
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        Path(command[-2]).write_text(answer)
-        Path(command[-1]).write_text(printed)
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(client.subprocess, "run", run)
-
-
-def test_a_refusal_of_the_worker_process_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    _answering(monkeypatch, '{"refused": "Rows must be short."}', "")
-    with pytest.raises(InputError, match=r"^Rows must be short\.$"):
-        client.Tracer().step(_cfg("full"), world_size=1, seq_lens=[SEQ_LEN])
-
-
-def _place_of_the_rest(cfg: DictConfig, reason: str) -> Path:
-    """The file with the whole error when tracing ``cfg`` fails for ``reason``."""
-    with pytest.raises(TracingError) as failed:
-        client.Tracer().step(cfg, world_size=1, seq_lens=[SEQ_LEN])
-    start, _, rest = str(failed.value).partition(f" {reason} (the whole error is in ")
-    assert start == "The config must be one whose train step can be traced, but tracing it failed:"
-    return Path(rest.removesuffix(")."))
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        ('{"failed": "OSError: x"}', "OSError: x"),
-        ('{"peaks": ', "its answer cannot be read: JSONDecodeError: Expecting value: line 1 column 11 (char 10)"),
-    ],
-)
-def test_an_unexpected_error_of_the_worker_process_is_one_sentence_with_the_file_of_the_rest(
-    answer: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _answering(monkeypatch, answer, "the traceback")
-    log = _place_of_the_rest(_cfg("full"), reason)
-    assert log.read_text() == "the traceback"
-    log.unlink()
-
-
-@pytest.mark.processes
-def test_a_worker_process_that_crashes_records_where_it_was() -> None:
-    cfg = _cfg("full", SHALLOW, "~optimizer.fused", "optimizer._component_=tests.support.fake_models.EndsItsProcess")
-    log = _place_of_the_rest(cfg, "its process was terminated by SIGSEGV")
-    assert "in step" in log.read_text()
-    log.unlink()
-
-
-@pytest.mark.processes
-def test_a_worker_process_that_takes_too_long_is_ended() -> None:
-    with pytest.raises(TimeoutError, match=r"^tracing took longer than 0\.1 s$"):
-        client.Tracer(timeout_s=0.1).step(_cfg("full", SHALLOW), world_size=1, seq_lens=[SEQ_LEN])
-
-
-def test_the_worker_process_does_not_see_the_launcher_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "PLAIN"):
-        monkeypatch.setenv(name, "1")
-    environment = client._environment()
-    assert {name for name in environment if name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "PLAIN")} == {"PLAIN"}
-    assert not any(name.startswith(("LOCAL_", "TORCHELASTIC_")) for name in environment)
-    assert environment["CUDA_VISIBLE_DEVICES"] == ""

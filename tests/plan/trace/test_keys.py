@@ -55,12 +55,11 @@ def test_any_number_of_micro_steps_above_one_is_the_same_step() -> None:
     [
         (
             {"tensor_parallel_dim": 8, "compile": True},
-            "`tensor_parallel_dim` must be 1 with `compile`, because that is not planned together, but is 8 instead.",
+            "`compile` cannot be planned with `tensor_parallel_dim: 8`.",
         ),
         (
             {"cudnn_deterministic_mode": "warn"},
-            "`cudnn_deterministic_mode` must be null, because the memory of deterministic kernels is not planned, but"
-            " is 'warn' instead.",
+            "`cudnn_deterministic_mode: warn` cannot be planned: its kernels take other memory.",
         ),
     ],
 )

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.trace.fake_tensors import start_fake_process_group
 from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
+from torchtune_adaptive.plan.trace.restored import fake_process_group
 
 WIDTH = 8
 
@@ -400,8 +400,9 @@ def test_a_step_that_needs_values_is_refused_with_its_line(
     place = next(number for number, line in enumerate(lines, start=first) if line.endswith("# here\n"))
     with pytest.raises(InputError) as refused:
         traced(train_step=step)
+    where = f"{Path(__file__).name}:{place}"
     assert str(refused.value) == (
-        f"`train_step` must run on tensors without values to be planned, but {Path(__file__).name}:{place} {what}."
+        f"`train_step` cannot be planned, which runs it on tensors without values: {where} {what}."
     )
 
 
@@ -425,36 +426,35 @@ def on_the_cpu() -> nn.Module:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"train_step": differs_by_size},
-        "`train_step` must run the same operations at batch sizes 2 and 3, but operation {} (backward) is"
-        " aten.ones_like.default at one and aten.add.Tensor at the other.",
+        "`train_step` must run the same operations at all batch sizes, but operation {} (backward) is"
+        " aten.ones_like.default with 2 samples and aten.add.Tensor with 3.",
     ),
-    ({"train_step": does_not_step}, "`train_step` must step the optimizer it is given, but did not."),
+    ({"train_step": does_not_step}, "`train_step` did not step the optimizer that it was given."),
     (
         {"build_model": on_the_cpu},
-        "`build_model` must leave the model on the meta device, on which it is called, but put `weight` on 'cpu'.",
+        "`build_model` is called on the meta device and must leave the model there, but `weight` is on 'cpu'.",
     ),
-    ({"build_model": lambda: 3}, "`build_model` must return a module, but returned 3."),
-    ({"build_model": nn.Sequential}, "`build_model` must return a model with parameters, but it has none."),
+    ({"build_model": lambda: 3}, "`build_model` must return a module, but returned 3 instead."),
+    ({"build_model": nn.Sequential}, "`build_model` returned a model without parameters."),
     (
         {"make_batch": lambda n: torch.ones(4, WIDTH)},
-        "`make_batch(n)` must return n samples, all as long as each other, but its tensors have shapes"
+        "`make_batch(n)` must return n samples of one length, but its tensors have shapes"
         " (4, 8) for n=1; (4, 8) for n=2; (4, 8) for n=3.",
     ),
     (
         {"make_batch": lambda n: torch.ones(n, WIDTH + n % 2)},
-        "`make_batch(n)` must return n samples, all as long as each other, but its tensors have shapes"
+        "`make_batch(n)` must return n samples of one length, but its tensors have shapes"
         " (1, 9) for n=1; (2, 8) for n=2; (3, 9) for n=3.",
     ),
     (
         {"make_batch": lambda n: [n]},
-        "`make_batch(n)` must return n samples, all as long as each other, but its tensors have shapes"
+        "`make_batch(n)` must return n samples of one length, but its tensors have shapes"
         " none for n=1; none for n=2; none for n=3.",
     ),
-    ({"build_optimizer": lambda model: None}, "`build_optimizer` must return an optimizer, but returned None."),
+    ({"build_optimizer": lambda model: None}, "`build_optimizer` must return an optimizer, but returned None instead."),
     (
         {"build_optimizer": lambda model: build_optimizer(build_model())},
-        "`build_optimizer` must return an optimizer of the parameters of the model it is given, but 10 of its"
-        " parameters are others.",
+        "`build_optimizer` returned an optimizer with 10 parameters that its model does not have.",
     ),
     ({"ranks": 0}, "`ranks` must be at least 1, but is 0 instead."),
 ]
@@ -477,9 +477,7 @@ def test_several_ranks_are_refused_in_a_process_that_has_a_group(tmp_path: Path)
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
-    assert str(refused.value) == (
-        "A plan for several ranks must start its own process group, but this process is in one of 1 already."
-    )
+    assert str(refused.value) == ("A plan starts a process group of its own, but this process is in one of size 1.")
 
 
 def test_after_a_plan_tensors_are_not_on_its_mesh() -> None:
@@ -498,12 +496,9 @@ def test_after_a_plan_tensors_are_not_on_its_mesh() -> None:
         return train_step(*arguments)
 
     traced(ranks=2, build_model=build_with_mesh, train_step=step)
-    start_fake_process_group(2)
-    try:
+    with fake_process_group(2):
         meshes.append(init_device_mesh("cpu", (2,)))
         assert total().device_mesh is meshes[-1]
-    finally:
-        dist.destroy_process_group()
 
 
 def state_of_torch() -> list[Any]:

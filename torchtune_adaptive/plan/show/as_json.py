@@ -5,18 +5,12 @@ from dataclasses import asdict
 from typing import Any
 
 from torchtune_adaptive.plan.decide import Plan, PlannedChange
-from torchtune_adaptive.plan.show.modules import step_json
-from torchtune_adaptive.plan.trace.events import StepEvents
 
 
 def plan_json(
-    plan: Plan,
-    *,
-    ways: Iterable[PlannedChange] = (),
-    effects: Iterable[PlannedChange] = (),
-    events: StepEvents | None = None,
+    plan: Plan, *, ways: Iterable[PlannedChange] = (), effects: Iterable[PlannedChange] = ()
 ) -> dict[str, Any]:
-    """The plan, with changes that make it fit, the effects of changes, and the modules of a traced step if any.
+    """The plan, with changes that make it fit and the effects of changes.
 
     Bytes are per rank, except ``host``, which is per machine.
     """
@@ -36,7 +30,6 @@ def plan_json(
         "lengths": [asdict(length) for length in plan.lengths],
         "ways_to_fit": [asdict(way) for way in ways],
         "what_if": [asdict(effect) for effect in effects],
-        "step": None if events is None else step_json(events),
     }
     return _in_whole_bytes(content) | {"margin": plan.device.margin, "overhead": asdict(plan.device.overhead)}
 

@@ -1,12 +1,19 @@
-"""A picture of a step's live memory by kind, drawn by matplotlib."""
+"""The picture of a step for `tune-adaptive plan --plot`: its live memory by kind, drawn by matplotlib."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtune_adaptive.plan.trace.events import StepEvents
-from torchtune_adaptive.report.style import BLUE, GREEN, GREY, INK, ORANGE, PINK, RED, SKY, SOFT
+from torchtune_adaptive.engine.memory.timeline import Timeline, sum_of_timelines
+from torchtune_adaptive.errors import InputError, quote
+from torchtune_adaptive.files import check_writable, write_atomically, writing
+from torchtune_adaptive.plan.decide import Plan
+from torchtune_adaptive.plan.show.text import offload_note
+from torchtune_adaptive.report.style import BLUE, GREEN, GREY, INK, INSTALL, ORANGE, PINK, RED, SKY, SOFT, svg_of
 from torchtune_adaptive.text import byte_unit, format_bytes
 
 if TYPE_CHECKING:
@@ -32,6 +39,50 @@ _PIXELS = 700  # in the width of the plot
 _HIGHEST_DEVICE = 4  # times the peak; with a larger device's limit drawn, the plot would be flat
 
 
+def check_plot(path: Path) -> None:
+    """Check that a plot can be written to ``path``.
+
+    Raises:
+        InputError: the file's name has a wrong suffix, it cannot be written, or matplotlib is missing.
+    """
+    if path.suffix != ".svg":
+        raise InputError(f"`--plot` must be a file that ends in .svg, but is {quote(str(path))} instead.")
+    with writing("--plot", path):
+        check_writable(path)
+    if find_spec("matplotlib") is None:
+        raise InputError(f"`--plot` needs matplotlib, which {INSTALL} adds.")
+
+
+def write_plot(path: Path, timelines: Mapping[str, Timeline], planned: Plan) -> None:
+    """Draw the step of the longest rows to the .svg file at ``path``.
+
+    Args:
+        timelines: live bytes of the step, by kind.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    size, device = planned.decisive.chosen, planned.device
+    assert size.seq_len is not None, "only configs have plots"
+    drawn_device = DrawnDevice(
+        memory_bytes=device.memory_bytes or device.limit_bytes,
+        usable_bytes=device.usable_bytes,
+        added_bytes=size.process_bytes - size.peak_bytes,
+    )
+    draw = partial(
+        step_figure,
+        timelines,
+        seq_len=size.seq_len,
+        title=planned.title,
+        world_size=planned.world_size,
+        device=drawn_device,
+        note=offload_note([planned]),
+    )
+    plot = svg_of(draw)
+    with writing("--plot", path):
+        write_atomically(path, plot)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DrawnDevice:
     """A rank's device: its memory, the usable part, and the overhead added to the traced peak (0 on a CPU)."""
@@ -41,32 +92,39 @@ class DrawnDevice:
     added_bytes: float
 
 
-def step_figure(events: StepEvents, *, title: str, world_size: int, device: DrawnDevice, note: str = "") -> "Figure":
+def step_figure(
+    timelines: Mapping[str, Timeline], *, seq_len: int, title: str, world_size: int, device: DrawnDevice, note: str
+) -> "Figure":
     """Draw a step: its phases side by side, in each the bytes of every kind on top of each other.
 
     Args:
+        timelines: live bytes of the step, by kind.
+        seq_len: tokens of a row.
         title: the config's name.
         device: the device of each of ``world_size`` ranks.
-        note: a sentence below the heading.
+        note: a sentence below the heading, or "".
     """
     from matplotlib.figure import Figure
 
-    phases = phases_of([operation.phase for operation in events.operations])
+    step = sum_of_timelines(timelines.values())
+    peak_bytes = max(step.live_bytes)
+    peak_at = step.live_bytes.index(peak_bytes)
+    phases = phases_of(step.phases)
     # Each phase has room for its name; the rest is divided by the number of operations.
     room = [(len(phase) + 2) / _CHARS for phase, _ in phases]
     widths = [
-        own + max(0, 1 - sum(room)) * len(inside) / len(events.operations)
+        own + max(0, 1 - sum(room)) * len(inside) / len(step.operations)
         for own, (_, inside) in zip(room, phases, strict=True)
     ]
-    shows_device = device.memory_bytes <= _HIGHEST_DEVICE * events.peak_bytes
-    highest_bytes = max(events.peak_bytes, device.memory_bytes if shows_device else 0)
+    shows_device = device.memory_bytes <= _HIGHEST_DEVICE * peak_bytes
+    highest_bytes = max(peak_bytes, device.memory_bytes if shows_device else 0)
     unit, unit_bytes = byte_unit(highest_bytes)
     figure = Figure(figsize=_INCHES)
     grid = {"width_ratios": widths, **_PLACE}
     panels: Any = figure.subplots(1, len(phases), sharey=True, squeeze=False, gridspec_kw=grid)[0]
     for axes, (phase, inside), width in zip(panels, phases, widths, strict=True):
-        shown = highest_of_each_pixel(inside, events.total_bytes, int(_PIXELS * width))
-        _draw_kinds(axes, events, shown, end=inside.stop, unit_bytes=unit_bytes)
+        shown = highest_of_each_pixel(inside, step.live_bytes, int(_PIXELS * width))
+        _draw_kinds(axes, timelines, shown, end=inside.stop, peak_at=peak_at, unit_bytes=unit_bytes)
         axes.set_title(phase, loc="center")
         axes.set_xlim(inside.start, inside.stop)
         axes.set_xticks([])
@@ -74,14 +132,15 @@ def step_figure(events: StepEvents, *, title: str, world_size: int, device: Draw
         axes.tick_params(left=axes is panels[0])
         if shows_device:
             _draw_device(axes, device, unit_bytes)
-        if events.peak_at in inside:
-            _draw_peak(axes, events, unit_bytes)
+        if peak_at in inside:
+            _draw_peak(axes, peak_at, peak_bytes, unit_bytes)
     panels[0].set_ylim(0, 1.08 * highest_bytes / unit_bytes)  # of all panels
     panels[0].set_ylabel(f"memory of a rank [{unit}]")
     title = title if len(title) <= _TITLE_CHARS else f"…{title[1 - _TITLE_CHARS :]}"
     figure.text(0.01, 0.98, f"{title}: memory of one train step", va="top", fontsize="large", fontweight="bold")
-    figure.text(0.01, 0.93, _sentence(events, world_size, device), va="top")
-    figure.text(0.01, 0.02, "\n".join(filter(None, [_where(events), note])))
+    rows = f"A batch of {step.batch_size:,} rows of {seq_len:,} tokens"
+    figure.text(0.01, 0.93, f"{rows} {_sentence(peak_bytes, world_size, device)}", va="top")
+    figure.text(0.01, 0.02, "\n".join(filter(None, [_where(step, peak_at), note])))
     handles, labels = panels[0].get_legend_handles_labels()
     place = {"loc": "upper left", "bbox_to_anchor": (0.77, 0.84), "alignment": "left"}
     figure.legend(handles[::-1], labels[::-1], title="at the peak", **place)
@@ -104,12 +163,15 @@ def highest_of_each_pixel(inside: range, total_bytes: Sequence[int], width: int)
     return [max(part, key=total_bytes.__getitem__) for part in parts]
 
 
-def _draw_kinds(axes: "Axes", events: StepEvents, shown: Sequence[int], *, end: int, unit_bytes: int) -> None:
+def _draw_kinds(
+    axes: "Axes", timelines: Mapping[str, Timeline], shown: Sequence[int], *, end: int, peak_at: int, unit_bytes: int
+) -> None:
     """Areas on top of each other: the live bytes of each kind after the operations ``shown``."""
-    kinds = [kind for kind in COLOURS if kind in events.live_bytes]
-    heights = [[events.live_bytes[kind][one] / unit_bytes for one in (*shown, shown[-1])] for kind in kinds]
-    labels = [f"{kind}: {format_bytes(events.live_bytes[kind][events.peak_at])}" for kind in kinds]
-    colours = [COLOURS[kind] for kind in kinds]
+    live_bytes = {kind: timelines[kind].live_bytes for kind in COLOURS if kind in timelines}
+    live_bytes = {kind: live for kind, live in live_bytes.items() if any(live)}
+    heights = [[live[one] / unit_bytes for one in (*shown, shown[-1])] for live in live_bytes.values()]
+    labels = [f"{kind}: {format_bytes(live[peak_at])}" for kind, live in live_bytes.items()]
+    colours = [COLOURS[kind] for kind in live_bytes]
     axes.stackplot([*shown, end], *heights, labels=labels, colors=colours, step="post", linewidth=0, rasterized=True)
 
 
@@ -126,16 +188,16 @@ def _draw_device(axes: "Axes", device: DrawnDevice, unit_bytes: int) -> None:
     axes.axhline(memory, color=INK, label=f"device: {format_bytes(device.memory_bytes)}")
 
 
-def _draw_peak(axes: "Axes", events: StepEvents, unit_bytes: int) -> None:
+def _draw_peak(axes: "Axes", peak_at: int, peak_bytes: int, unit_bytes: int) -> None:
     axes.set_zorder(1)  # the mark and its text may lie over the neighbours
     axes.patch.set_visible(False)
     first, end = axes.get_xlim()
-    height = events.peak_bytes / unit_bytes
-    axes.plot(events.peak_at, height, marker="o", markerfacecolor="white", markeredgecolor=INK, clip_on=False, zorder=3)
-    is_right = events.peak_at > (first + end) / 2
+    height = peak_bytes / unit_bytes
+    axes.plot(peak_at, height, marker="o", markerfacecolor="white", markeredgecolor=INK, clip_on=False, zorder=3)
+    is_right = peak_at > (first + end) / 2
     axes.annotate(
-        f"peak {format_bytes(events.peak_bytes)}",
-        (events.peak_at, height),
+        f"peak {format_bytes(peak_bytes)}",
+        (peak_at, height),
         xytext=(-7 if is_right else 7, 7),
         textcoords="offset points",
         ha="right" if is_right else "left",
@@ -145,20 +207,16 @@ def _draw_peak(axes: "Axes", events: StepEvents, unit_bytes: int) -> None:
     )
 
 
-def _sentence(events: StepEvents, world_size: int, device: DrawnDevice) -> str:
+def _sentence(peak_bytes: int, world_size: int, device: DrawnDevice) -> str:
     ranks = f"each of {world_size} ranks" if world_size > 1 else "one rank"
-    peak, together = format_bytes(events.peak_bytes), format_bytes(events.peak_bytes + device.added_bytes)
+    peak, together = format_bytes(peak_bytes), format_bytes(peak_bytes + device.added_bytes)
     added = f", {together} with GPU overhead" if device.added_bytes else ""
-    return (
-        f"A batch of {events.batch_size:,} rows of {events.seq_len:,} tokens on {ranks}: peak {peak}{added}, of"
-        f" {format_bytes(device.memory_bytes)}"
-    )
+    return f"on {ranks}: peak {peak}{added}, of {format_bytes(device.memory_bytes)}"
 
 
-def _where(events: StepEvents) -> str:
-    operation = events.operations[events.peak_at]
-    name = operation.name.removeprefix("aten.").removesuffix(".default")
+def _where(step: Timeline, peak_at: int) -> str:
+    name = step.operations[peak_at].removeprefix("aten.").removesuffix(".default")
     return (
-        f"The peak is in {operation.phase}, at {name} of {operation.module}: operation {events.peak_at + 1:,} of"
-        f" {len(events.operations):,}, drawn in order. Short phases are drawn wider."
+        f"The peak is in {step.phases[peak_at]}, at {name}: operation {peak_at + 1:,} of"
+        f" {len(step.operations):,}, drawn in order. Short phases are drawn wider."
     )

@@ -30,20 +30,29 @@ _attention: Any = torch.nn.functional.scaled_dot_product_attention
 def as_cuda(ranks: int) -> Iterator[None]:
     """Code for CUDA on one of ``ranks`` devices runs on fake CPU tensors. Afterwards everything is as before."""
     with ExitStack() as stack:
-        stack.enter_context(optimizers_choose_as_on_cuda())
+        stack.enter_context(computed_as_on_cuda())
         stack.enter_context(autocast_as_cuda())
-        stack.enter_context(composed_as_on_cuda())
         for module in (torch.cuda, torch.accelerator):
             for name, answer in _answers(ranks).items():
                 if hasattr(module, name) and (module, name) != (torch.accelerator, "get_device_capability"):  # a dict
                     stack.enter_context(mock.patch.object(module, name, answer))
         stack.enter_context(mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _step_always))
         stack.enter_context(mock.patch.object(DeviceMesh, "__init__", _mesh_on_cpu(DeviceMesh.__init__)))
-        stack.enter_context(attention_as_on_cuda())
         yield
 
 
-def attention_as_on_cuda() -> AbstractContextManager[Any]:
+@contextmanager
+def computed_as_on_cuda(*, compiles: bool = False) -> Iterator[None]:
+    """Optimizers, layers and attention take the memory that they take on CUDA.
+
+    Args:
+        compiles: whether layers are compiled; see ``compiled_code``.
+    """
+    with optimizers_choose_as_on_cuda(), _composed_as_on_cuda(compiles=compiles), _attention_as_on_cuda():
+        yield
+
+
+def _attention_as_on_cuda() -> AbstractContextManager[Any]:
     """Context: attention with dropout needs no matrix of all pairs of tokens, as CUDA's kernels do not."""
     return mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _without_dropout)
 
@@ -153,7 +162,7 @@ def _without_dropout(
 
 
 @contextmanager
-def composed_as_on_cuda(*, compiles: bool = False) -> Iterator[None]:
+def _composed_as_on_cuda(*, compiles: bool) -> Iterator[None]:
     """CUDA has kernels for dropout and for RMS norm, which keep less for the backward pass than what a CPU runs.
 
     Args:

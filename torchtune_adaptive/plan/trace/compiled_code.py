@@ -5,6 +5,7 @@ backward pass, as in a real run. Inductor's code of both graphs is replaced by a
 frees the same buffers.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,20 +34,17 @@ def compile_layers(model: nn.Module) -> None:
             _compile_method(module, "forward")
 
 
-def compile_loss(loss: nn.Module, *, also_whole: bool) -> None:
-    """Compile what torchtune's ``compile_loss`` changes in ``loss``.
-
-    Args:
-        also_whole: compile a loss without chunks as a whole. torchtune returns a new loss in this case, which most
-            recipes ignore.
-    """
+def compile_loss(loss: nn.Module) -> nn.Module:
+    """Compile what torchtune's ``compile_loss`` compiles, and return it: a new loss if there are no chunks."""
     if isinstance(loss, CEWithChunkedOutputLoss):
         _compile_method(loss, "compute_cross_entropy")
     elif hasattr(loss, "num_output_chunks"):
         for of_a_chunk in loss.children():
             _compile_method(of_a_chunk, "forward")
-    elif also_whole:
+    else:
+        loss = copy.copy(loss)
         _compile_method(loss, "forward")
+    return loss
 
 
 def _compile_method(module: nn.Module, name: str) -> None:
@@ -56,7 +54,9 @@ def _compile_method(module: nn.Module, name: str) -> None:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        key = static_key, torch.is_grad_enabled(), _metadata((tensors, args, kwargs))
+        # Attention is replaced as on CUDA.
+        kernels = torch.nn.functional.scaled_dot_product_attention
+        key = static_key, kernels, torch.is_grad_enabled(), _metadata((tensors, args, kwargs))
         if key not in _compiled:
             _compiled[key] = _compile(method, tensors, args, kwargs)
         return _compiled[key](tensors, args, kwargs)
@@ -83,13 +83,13 @@ def _compile(method: nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, 
         named = {f"module.{name}": tensor for name, tensor in tensors.items()}
         return torch.func.functional_call(method, named, args, kwargs)
 
-    def code(gm: torch.fx.GraphModule, example_inputs: Any, *, name: str) -> Any:
-        return CompiledGraph(gm.graph, name=name)
+    def code(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        return CompiledGraph(gm.graph)
 
     compiled = aot_function(
         function,
-        fw_compiler=functools.partial(code, name="compiled forward"),
-        bw_compiler=functools.partial(code, name="compiled backward"),
+        fw_compiler=code,
+        bw_compiler=code,
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
         decompositions=select_decomp_table(),
     )

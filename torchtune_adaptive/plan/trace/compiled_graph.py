@@ -8,7 +8,6 @@ computed from many buffers.
 
 import math
 from collections import Counter
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -38,12 +37,6 @@ _REDUCTIONS = {"all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", 
 # A value that is used several times is kept if it is computed from more buffers than this: `realize_reads_threshold` of
 # torch._inductor.config.
 _MOST_READS = 4
-_running: ContextVar[str] = ContextVar("_running", default="")
-
-
-def running_code() -> str:
-    """The name of the compiled code that runs now, for example "compiled forward"; "" if none runs."""
-    return _running.get()
 
 
 @dataclass(frozen=True)
@@ -83,25 +76,16 @@ class CompiledGraph:
 
     Args:
         graph: in functional form; its nodes' ``meta["val"]`` are fake tensors.
-        name: the value of ``running_code`` while this runs.
     """
 
     _boxed_call = True  # AOTAutograd then passes inputs as a list, and keeps no reference to them
 
-    def __init__(self, graph: fx.Graph, *, name: str) -> None:
+    def __init__(self, graph: fx.Graph) -> None:
         buffers = _Buffers(graph)
-        self._name = name
         self._steps = _steps(buffers)
         self._outputs = buffers.outputs
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        before = _running.set(self._name)
-        try:
-            return self._run(inputs)
-        finally:
-            _running.reset(before)
-
-    def _run(self, inputs: list[Any]) -> list[Any]:
         held = dict(enumerate(inputs))
         inputs.clear()
         for step in self._steps:

@@ -7,34 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torchtune.modules.model_fusion import DeepFusionModel, FusionEmbedding
 from torchtune.modules.vision_transformer import VisionTransformer
 
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.trace.fake_step import FakeStep
 from torchtune_adaptive.plan.trace.keys import max_images
-
-_MOST_KNOWN = 2**20  # elements of a tensor whose values are known
-
-
-class FakesWithIntegers(FakeTensorMode):
-    """Mode of fake tensors, in which those of integers keep their values if ``known`` made them.
-
-    Models of images read which tokens stand for images, and how tiles are arranged, to choose the sizes of tensors.
-    """
-
-    def may_turn_const(self, t: torch.Tensor) -> bool:
-        """Whether values of the real tensor are kept. It overrides a limit of one element."""
-        is_integer = not (t.is_floating_point() or t.is_complex())
-        is_plain = t.layout is torch.strided and not t.is_meta and not self.is_our_fake(t)
-        return is_integer and is_plain and t.numel() <= _MOST_KNOWN
-
-    def known(self, values: torch.Tensor) -> torch.Tensor:
-        """A fake tensor with ``values``, whose memory is traced. Call it in this mode."""
-        made: Any = torch.empty(values.shape, dtype=values.dtype)
-        made.constant = values
-        return made
 
 
 @dataclass(frozen=True)
@@ -57,7 +36,7 @@ class FakeImages:
     dtype: torch.dtype
     token: int
 
-    def batch(self, rows: int, length: int, *, mode: FakesWithIntegers) -> dict[str, Any]:
+    def batch(self, rows: int, length: int, *, mode: FakeStep) -> dict[str, Any]:
         """What a batch of ``rows`` rows of ``length`` tokens has beside its labels. Call it in ``mode``."""
         with _disable_current_modes():
             tokens = torch.zeros(rows, length, dtype=torch.long)

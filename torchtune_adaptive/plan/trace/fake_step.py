@@ -1,4 +1,4 @@
-"""Fake tensors for a train step that a user wrote. It needs torch alone.
+"""The mode in which train steps run on fake tensors. It needs torch alone.
 
 A trace has no values. Small tensors of integers that follow from the batch alone, such as attention masks and
 positions, are computed nevertheless: models read them to choose their operations.
@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchtune_adaptive.plan.trace.as_cuda import is_cuda
-from torchtune_adaptive.plan.trace.fake_tensors import fake_like, fakes_in_lists
+from torchtune_adaptive.plan.trace.as_cuda import DevicesMapped, is_cuda
+from torchtune_adaptive.plan.trace.fake_tensors import fake_like, fakes_in_lists, shardings_worked_out_unseen
 
 _ATEN: Any = torch.ops.aten
 _READ = _ATEN._local_scalar_dense.default
@@ -42,19 +42,21 @@ class CannotTraceError(Exception):
 
 
 class FakeStep(FakeTensorMode):
-    """Mode in which a user's step runs on fake tensors.
+    """Mode in which a step runs on fake tensors. ``faking`` enters it.
 
     An unknown value that is read, for example by ``loss.item()``, is False if it is a bool, and 1 if it is a float. An
     integer is a number that must not become a size.
 
     Attributes:
+        like_cuda: code for CUDA runs on the fake tensors, which are on the device "cpu".
         num_operations: operations so far.
         has_read_values: whether an unknown value was read.
         attention_elements: of the largest query of an attention operation, with tokens rounded up to blocks of 128.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, like_cuda: bool) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.like_cuda = like_cuda
         self.num_operations = 0
         self.has_read_values = False
         self.attention_elements = 0
@@ -71,10 +73,26 @@ class FakeStep(FakeTensorMode):
         """Bytes of all live fake tensors."""
         return sum(storage.nbytes() for storage in self.storages)
 
+    @contextmanager
+    def faking(self) -> Iterator[None]:
+        """Within the context operations run in this mode."""
+        with ExitStack() as stack:
+            stack.enter_context(self)
+            if self.like_cuda:
+                stack.enter_context(DevicesMapped("cpu"))
+            stack.enter_context(shardings_worked_out_unseen())
+            yield
+
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor for the real one, whose values are known if it is small."""
         known = self.may_turn_const(tensor)
         return self.fake_tensor_converter.from_real_tensor(self, tensor, make_constant=known)
+
+    def known(self, values: torch.Tensor) -> torch.Tensor:
+        """As ``fake``, but an operation makes the tensor, so that a trace sees it. Call it in this mode."""
+        made: Any = torch.empty(values.shape, dtype=values.dtype)
+        made.constant = values
+        return made
 
     def may_turn_const(self, t: torch.Tensor) -> bool:
         """Whether values of the real tensor are kept. It overrides a limit of one element."""

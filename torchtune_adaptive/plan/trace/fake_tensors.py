@@ -3,7 +3,6 @@
 Fake tensors are on the device "cpu": a fake "cuda" tensor aborts the process on a machine without a GPU.
 """
 
-import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,29 +11,33 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def make_fake(model: nn.Module) -> None:
-    """Replace parameters and buffers by fake tensors. Call it in the fake mode. Shared tensors stay shared."""
+    """Replace a model's tensors by fake ones: parameters, buffers and plain attributes. Call it in the fake mode.
+
+    Shared tensors stay shared.
+    """
     made: dict[int, tuple[Any, Any]] = {}  # by id of the real tensor; keeping the tensor prevents reuse of its id
     for module in model.modules():
-        for tensors, wrap in ((module._parameters, _fake_parameter), (module._buffers, fake_like)):
+        attributes = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+        for tensors in (module._parameters, module._buffers, attributes):
             for name, tensor in tensors.items():
                 if tensor is not None:
                     if id(tensor) not in made:
-                        made[id(tensor)] = tensor, wrap(tensor)  # pyright: ignore[reportArgumentType]
+                        made[id(tensor)] = tensor, _fake(tensor)
                     tensors[name] = made[id(tensor)][1]
+        vars(module).update(attributes)
 
 
-def _fake_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(fake_like(parameter), requires_grad=parameter.requires_grad)
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    fake = fake_like(tensor)
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 def fake_like(tensor: Any) -> Any:
@@ -48,27 +51,6 @@ def fake_like(tensor: Any) -> Any:
         parts = {name: fake_like(getattr(tensor, name)) for name in names}
         return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-
-
-def start_fake_process_group(world_size: int) -> None:
-    """Become rank 0 of ``world_size`` ranks of which no other exists. An existing process group is destroyed."""
-    if dist.is_initialized():
-        if dist.get_backend() == "fake" and dist.get_world_size() == world_size:
-            return
-        dist.destroy_process_group()
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
-        importlib.import_module("torch.distributed._tools.fake_collectives")  # registers them; delete with torch < 2.11
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-
-
-class NumbersOfFakes(TorchDispatchMode):
-    """Context: a value read from a fake tensor is False if it is a bool, and 1 if it is a number."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            dtype = args[0].dtype
-            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
-from torchtune_adaptive.stock.checks import INSTALL_TORCHVISION, lacks_torchvision
 
 
 @contextmanager
@@ -64,8 +63,5 @@ def _import_builders(component: str) -> None:
     try:
         _get_component_from_path(component)
     except InstantiationError as error:
-        advice = f"; {INSTALL_TORCHVISION}." if lacks_torchvision(error) else "."
-        raise InputError(
-            f"`model` must be one that can be imported, but {quote(component)} is not:"
-            f" {reason_of(error.__cause__ or error)}{advice}"
-        ) from error
+        reason = reason_of(error.__cause__ or error)
+        raise InputError(f"`model` {quote(component)} cannot be imported: {reason}.") from error

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.errors import InputError, quote
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.stock.configs import resolved
 
 # A trace runs these, or the figures of host memory count them.
@@ -97,13 +97,7 @@ def max_images(content: Mapping[str, Any]) -> int:
 def _refuse_unplanned(content: dict[str, Any]) -> None:
     dim = content.get("tensor_parallel_dim", 1)
     if dim != 1 and content.get("compile", False):
-        raise InputError(
-            "`tensor_parallel_dim` must be 1 with `compile`, because that is not planned together, but is"
-            f" {quote(dim)} instead."
-        )
+        raise InputError(f"`compile` cannot be planned with `tensor_parallel_dim: {dim}`.")
     mode = content.get("cudnn_deterministic_mode")
     if mode not in (None, 0, "default"):
-        raise InputError(
-            "`cudnn_deterministic_mode` must be null, because the memory of deterministic kernels is not planned, but"
-            f" is {quote(mode)} instead."
-        )
+        raise InputError(f"`cudnn_deterministic_mode: {mode}` cannot be planned: its kernels take other memory.")

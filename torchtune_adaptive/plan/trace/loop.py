@@ -4,19 +4,16 @@ Nothing is computed: the model is built on the meta device, and its step runs on
 """
 
 import copy
-import gc
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.out_of_memory import only_new_garbage
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.engine.memory.timeline import Line
@@ -25,17 +22,13 @@ from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.errors import InputError, quote, require_integer
 from torchtune_adaptive.plan.trace.as_cuda import DevicesMapped, as_cuda
 from torchtune_adaptive.plan.trace.fake_step import FakeStep, treated_as_real
-from torchtune_adaptive.plan.trace.fake_tensors import (
-    fake_like,
-    make_fake,
-    shardings_worked_out_unseen,
-    start_fake_process_group,
-)
+from torchtune_adaptive.plan.trace.fake_tensors import make_fake
+from torchtune_adaptive.plan.trace.loop_tracer import LoopTracer
 from torchtune_adaptive.plan.trace.peaks import StepLines, StepPeaks
-from torchtune_adaptive.plan.trace.recorder import CUDA_GRANULARITY_BYTES, StepTrace
-from torchtune_adaptive.plan.trace.untraceable import refusal
+from torchtune_adaptive.plan.trace.recorder import StepTrace
+from torchtune_adaptive.plan.trace.restored import fake_process_group, settings_restored
+from torchtune_adaptive.plan.trace.untraceable import why_untraceable
 
-_CLEAR_SHARDINGS = "_clear_DTensor_sharding_propagator_cache"
 _SIZES = (*SMALL_BATCH_SIZES, 1)  # a dimension of size 1 runs other operations
 _SHOWN_AFTER_S = 2.0
 
@@ -97,65 +90,60 @@ def trace_loop(
         InputError: the loop cannot be traced; the message says why.
     """
     require_integer("ranks", ranks, minimum=1)
-    if ranks > 1 and dist.is_initialized():
-        raise InputError(
-            "A plan for several ranks must start its own process group, but this process is in one of"
-            f" {dist.get_world_size()} already."
-        )
     with ExitStack() as stack:
-        stack.enter_context(_settings_restored())
+        stack.enter_context(settings_restored())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if ranks > 1:
-            stack.callback(_end_process_group, sys.excepthook)
-            start_fake_process_group(ranks)
+            stack.enter_context(fake_process_group(ranks))
         if like_cuda:
             stack.enter_context(as_cuda(ranks))
         batches = _batches(make_batch, like_cuda=like_cuda)
         model = _built(build_model, like_cuda=like_cuda)
         stack.enter_context(treated_as_real())  # transformers is loaded by now, if the model comes from it
-        loop = _Loop(model, build_optimizer, train_step, like_cuda=like_cuda)
+        stack.enter_context(only_new_garbage())
+        loop = _FakeLoop(model, build_optimizer, train_step, like_cuda=like_cuda)
         with Bar(
             total=1 + len(_SIZES), desc="tracing", unit=" steps", delay=_SHOWN_AFTER_S, disable=not shows_progress
         ) as bar:
             return loop.traced(batches, after_step=bar.update)
 
 
-class _Loop:
+class _FakeLoop:
     """A user's model, optimizer and step, on fake tensors."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        build_optimizer: BuildOptimizer,
-        train_step: TrainStep,
-        *,
-        like_cuda: bool,
+        self, model: nn.Module, build_optimizer: BuildOptimizer, train_step: TrainStep, *, like_cuda: bool
     ) -> None:
-        self._mode = FakeStep()
+        self._mode = FakeStep(like_cuda=like_cuda)
         self._model = model
         self._train_step = train_step
-        self._like_cuda = like_cuda
-        self._num_optimizer_steps = 0
-        with self._faking():
+        with self._mode.faking():
             make_fake(model)
-            self._others = _make_other_tensors_fake(model)
-            self._optimizer = self._called("build_optimizer", build_optimizer, model)
+            self._optimizer = _called("build_optimizer", build_optimizer, model, mode=self._mode)
         _require_optimizer_of(model, self._optimizer)
+        loop = Loop(
+            model=model,
+            optimizers=[self._optimizer],
+            device=torch.device("cpu"),
+            micro_step=self._run,
+            consensus=Consensus([0]),
+        )
+        self._tracer = LoopTracer(loop, self._mode, counts_others=True)
 
     def traced(self, batches: Mapping[int, Any], *, after_step: Callable[[], object]) -> TracedLoop:
         """Trace steps with ``batches``, by their numbers of samples."""
         traced: dict[int, StepTrace] = {}
         small, large = SMALL_BATCH_SIZES
-        with self._faking(), only_new_garbage():
-            self._run(batches[small], lambda _: None)  # creates the optimizer's state and lets FSDP2 set itself up
+        with self._mode.faking():
+            self._run(batches[small])  # creates the optimizer's state and lets FSDP2 set itself up
+        after_step()
+        for size in _SIZES:
+            traced[size] = self._tracer.trace([batches[size]])
             after_step()
-            for size in _SIZES:
-                traced[size] = self._traced_step(batches[size])
-                after_step()
+        lines = _lines(traced[small], traced[large])
+        if lines is None:  # perhaps because the warm-up left something behind
+            traced[small] = self._tracer.trace([batches[small]])
             lines = _lines(traced[small], traced[large])
-            if lines is None:  # perhaps because the warm-up left something behind
-                traced[small] = self._traced_step(batches[small])
-                lines = _lines(traced[small], traced[large])
         if lines is None:
             raise _unequal(traced[small], traced[large])
         parameters = list(self._model.parameters())
@@ -170,62 +158,21 @@ class _Loop:
             ),
         )
 
-    def _traced_step(self, real_batch: Any) -> StepTrace:
-        """Trace a step. If it leaves other bytes behind than it found, trace it again: later steps find these."""
-        gc.collect()
-        found_bytes = self._mode.live_bytes
-        trace = self._traced_once(real_batch)
-        gc.collect()
-        return trace if self._mode.live_bytes == found_bytes else self._traced_once(real_batch)
-
-    def _traced_once(self, real_batch: Any) -> StepTrace:
-        trace = StepTrace(
-            granularity_bytes=CUDA_GRANULARITY_BYTES if self._like_cuda else 1, by_gloo=not self._like_cuda
-        )
-        parameters = list(self._model.parameters())
-        trace.mark([parameters, list(self._model.buffers()), self._others], "parameters")
-        trace.mark(list(self._optimizer.state.values()), "optimizer state")
-        trace.mark([one.grad for one in parameters], "gradients")
-        trace.mark_others(self._mode.storages)
+    def _run(self, real_batch: Any) -> None:
+        """Run one step."""
+        phases: list[str] = []
 
         def enter(phase: str) -> None:
-            if phase == "optimizer":
-                trace.mark([one.grad for one in self._model.parameters()], "gradients")
-            trace.enter_phase(phase)
-
-        self._run(real_batch, enter, trace)
-        return trace
-
-    def _run(self, real_batch: Any, enter: Callable[[str], None], trace: StepTrace | None = None) -> None:
-        """Run one step, within ``trace`` if there is one. ``enter`` is called with its phases."""
-        before = self._num_optimizer_steps
-
-        def enter_and_count(phase: str) -> None:
-            self._num_optimizer_steps += phase == "optimizer"
-            enter(phase)
+            phases.append(phase)
+            self._tracer.enter_phase(phase)
 
         batch = with_tensors(real_batch, self._mode.fake)
+        self._tracer.count(_tensors_of(batch))
         enter("forward")
-        with ExitStack() as stack:
-            stack.enter_context(phases_by_hooks(self._model, [self._optimizer], enter_and_count))
-            if trace is not None:
-                trace.mark(_tensors_of(batch), "activations")
-                stack.enter_context(trace)
-            self._called("train_step", self._train_step, self._model, self._optimizer, batch)
-        if self._num_optimizer_steps == before:
-            raise InputError("`train_step` must step the optimizer it is given, but did not.")
-
-    def _called(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        return _called(name, function, *args, mode=self._mode)
-
-    @contextmanager
-    def _faking(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self._mode)
-            if self._like_cuda:
-                stack.enter_context(DevicesMapped("cpu"))
-            stack.enter_context(shardings_worked_out_unseen())
-            yield
+        with phases_by_hooks(self._model, [self._optimizer], enter):
+            _called("train_step", self._train_step, self._model, self._optimizer, batch, mode=self._mode)
+        if "optimizer" not in phases:
+            raise InputError("`train_step` did not step the optimizer that it was given.")
 
 
 def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -266,7 +213,8 @@ def _called(name: str, function: Callable[..., Any], *args: Any, mode: FakeStep 
         raise
     except Exception as error:
         failed = error
-    raise refusal(name, failed, has_read_values=mode is not None and mode.has_read_values) from failed
+    why = why_untraceable(failed, has_read_values=mode is not None and mode.has_read_values)
+    raise InputError(f"`{name}` cannot be planned, which runs it on tensors without values: {why}.") from failed
 
 
 def _built(build_model: BuildModel, *, like_cuda: bool) -> nn.Module:
@@ -276,14 +224,14 @@ def _built(build_model: BuildModel, *, like_cuda: bool) -> nn.Module:
         stack.enter_context(torch.device("meta"))
         model = _called("build_model", build_model)
     if not isinstance(model, nn.Module):
-        raise InputError(f"`build_model` must return a module, but returned {quote(model)}.")
+        raise InputError(f"`build_model` must return a module, but returned {quote(model)} instead.")
     parameters = dict(model.named_parameters())
     if not parameters:
-        raise InputError("`build_model` must return a model with parameters, but it has none.")
+        raise InputError("`build_model` returned a model without parameters.")
     for name, parameter in parameters.items():
         if parameter.device.type != "meta":
             raise InputError(
-                f"`build_model` must leave the model on the meta device, on which it is called, but put `{name}` on"
+                f"`build_model` is called on the meta device and must leave the model there, but `{name}` is on"
                 f" '{parameter.device}'."
             )
     return model
@@ -315,20 +263,7 @@ def _require_linear(shapes: dict[int, list[tuple[int, ...]]]) -> None:
         grows |= any(first > 0 for first, _ in steps)
     if not (is_linear and grows):
         told = "; ".join(f"{', '.join(map(str, shapes[size])) or 'none'} for n={size}" for size in sorted(shapes))
-        raise InputError(
-            f"`make_batch(n)` must return n samples, all as long as each other, but its tensors have shapes {told}."
-        )
-
-
-def _make_other_tensors_fake(model: nn.Module) -> list[torch.Tensor]:
-    """Replace tensors that modules keep as plain attributes, and return the fake ones. Call it in the fake mode."""
-    made: list[torch.Tensor] = []
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, torch.Tensor):
-                made.append(fake_like(value))
-                setattr(module, name, made[-1])
-    return made
+        raise InputError(f"`make_batch(n)` must return n samples of one length, but its tensors have shapes {told}.")
 
 
 def _require_optimizer_of(model: nn.Module, optimizer: Any) -> None:
@@ -338,13 +273,12 @@ def _require_optimizer_of(model: nn.Module, optimizer: Any) -> None:
         InputError: it is not.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"`build_optimizer` must return an optimizer, but returned {quote(optimizer)}.")
+        raise InputError(f"`build_optimizer` must return an optimizer, but returned {quote(optimizer)} instead.")
     known = {id(parameter) for parameter in model.parameters()}
     strange = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
     if strange:
         raise InputError(
-            "`build_optimizer` must return an optimizer of the parameters of the model it is given, but"
-            f" {strange} of its parameters are others."
+            f"`build_optimizer` returned an optimizer with {strange} parameters that its model does not have."
         )
 
 
@@ -383,39 +317,6 @@ def _unequal(small: StepTrace, large: StepTrace) -> InputError:
     phase = (one.phases + other.phases[-1:])[min(place, len(one.phases))]
     first, second = pairs[place]
     return InputError(
-        f"`train_step` must run the same operations at batch sizes {SMALL_BATCH_SIZES[0]} and {SMALL_BATCH_SIZES[1]},"
-        f" but operation {place} ({phase}) is {first} at one and {second} at the other."
+        f"`train_step` must run the same operations at all batch sizes, but operation {place} ({phase}) is {first} with"
+        f" {SMALL_BATCH_SIZES[0]} samples and {second} with {SMALL_BATCH_SIZES[1]}."
     )
-
-
-def _end_process_group(excepthook: Any) -> None:
-    """Destroy the process group, and restore ``sys.excepthook``, which torch replaces when it starts one.
-
-    Shardings that DTensor has worked out name meshes of this group. A mesh of the user's of the same shape equals them.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache.cache_clear()
-    if hasattr(torch._C, _CLEAR_SHARDINGS):  # newer ones of torch have another cache in C++
-        getattr(torch._C, _CLEAR_SHARDINGS)()
-    sys.excepthook = excepthook
-
-
-@contextmanager
-def _settings_restored() -> Iterator[None]:
-    """Restore what the user's functions may set in torch. Within the context no default device is set."""
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    device, dtype, state = None if context is None else context.device, torch.get_default_dtype(), random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.set_default_device(None)
-        try:
-            yield
-        finally:
-            torch.set_default_device(device)
-            torch.set_default_dtype(dtype)
-            random.setstate(state)
-            if numpy:
-                numpy.random.set_state(numpy_state)

@@ -1,9 +1,9 @@
 """Trace the live bytes of a train step on fake tensors, after each operation and by kind."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -11,23 +11,29 @@ from torch.utils._pytree import tree_leaves
 from torchtune_adaptive.engine.memory.operations import plain_parts
 from torchtune_adaptive.engine.memory.storages import Storages, WatchOperations
 from torchtune_adaptive.engine.memory.timeline import Timeline
-from torchtune_adaptive.plan.trace.compiled_graph import running_code
-from torchtune_adaptive.plan.trace.events import (
-    BEFORE_STEP,
-    KINDS,
-    Change,
-    Kind,
-    Operation,
-    StepEvents,
-    allocations_of,
-)
-
-if TYPE_CHECKING:  # they need more than torch
-    from torchtune_adaptive.plan.trace.running_modules import RunningModules
 
 CUDA_GRANULARITY_BYTES = 512  # of its caching allocator (kMinBlockSize in c10/core/AllocatorConfig.h of torch 2.13)
+Kind: TypeAlias = Literal[
+    "parameters",
+    "frozen models",
+    "gradients",
+    "optimizer state",
+    "other tensors",
+    "gathered parameters",
+    "activations",
+    "temporaries",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 ON_HOST = "on the host"  # marks tensors that are not on the device and are not counted
 Mark: TypeAlias = Kind | Literal["on the host"]
+
+
+class _Change(NamedTuple):
+    """A storage that grows by ``change_bytes`` in operation number ``operation``."""
+
+    operation: int
+    storage: int
+    change_bytes: int
 
 
 class StepTrace:
@@ -40,30 +46,15 @@ class StepTrace:
         granularity_bytes: the device's allocator rounds allocations up to a multiple of this.
         steps_on_host: clipping and the optimizer step run on the host.
         by_gloo: collectives run on gloo, whose reduce-scatter copies its input.
-        modules: tracks which module runs, for ``events``.
-        after_operation: is called after each operation, for a progress bar.
     """
 
-    def __init__(
-        self,
-        *,
-        granularity_bytes: int = 1,
-        steps_on_host: bool = False,
-        by_gloo: bool = False,
-        modules: "RunningModules | None" = None,
-        after_operation: Callable[[], object] = lambda: None,
-    ) -> None:
+    def __init__(self, *, granularity_bytes: int = 1, steps_on_host: bool = False, by_gloo: bool = False) -> None:
         self._kind_after_backward: Mark = ON_HOST if steps_on_host else "temporaries"
         self._by_gloo = by_gloo
         self._granularity_bytes = granularity_bytes
         self._storages = Storages(self._record_change)
         self._watch = _WatchFakes(self._after_operation, self._after_resize)
-        self._modules = modules
-        self._owners: dict[int, str] = {}  # by storage: the module that ran when it was made
-        self._shown: list[Operation] = []  # as ``events`` returns them
-        self._after = after_operation
-        self._num_before = 0  # changes before the step
-        self._changes: list[Change] = []  # not rounded
+        self._changes: list[_Change] = []  # not rounded
         self._operations: list[str] = []
         self._phases: list[str] = []
         self._phase = ""
@@ -106,26 +97,7 @@ class StepTrace:
         operations, phases = tuple(self._operations), tuple(self._phases)
         return {kind: Timeline(batch_size, operations, tuple(values), phases) for kind, values in live_bytes.items()}
 
-    def events(self, batch_size: int, seq_len: int) -> StepEvents:
-        """Each operation and allocation, with its module, of a step with ``batch_size`` rows of ``seq_len`` tokens."""
-        assert self._modules is not None
-        owners = dict(self._owners)
-        for name, tensors in self._modules.tensors():
-            for tensor in tree_leaves(tensors):
-                for part in plain_parts(tensor):
-                    owners[self._storages.see(part.untyped_storage())] = name
-        changes = self._rounded(self._granularity_bytes)
-        before = [change._replace(operation=BEFORE_STEP) for change in changes[: self._num_before]]
-        allocations = allocations_of(
-            before + changes[self._num_before :],
-            kinds=self._kinds,
-            modules=owners,
-            num_operations=len(self._operations),
-        )
-        return StepEvents(batch_size, seq_len, tuple(self._shown), tuple(allocations))
-
     def __enter__(self) -> "StepTrace":
-        self._num_before = len(self._changes)
         self._watch.__enter__()
         return self
 
@@ -134,14 +106,14 @@ class StepTrace:
     ) -> None:
         self._watch.__exit__(kind, error, traceback)
 
-    def _rounded(self, granularity_bytes: int) -> list[Change]:
+    def _rounded(self, granularity_bytes: int) -> list[_Change]:
         """The changes of storages whose sizes are rounded up."""
         sizes: dict[int, int] = defaultdict(int)
-        rounded: list[Change] = []
+        rounded: list[_Change] = []
         for operation, storage, change_bytes in self._changes:
             before, sizes[storage] = sizes[storage], sizes[storage] + change_bytes
             blocks = -(-sizes[storage] // granularity_bytes) - -(-before // granularity_bytes)
-            rounded.append(Change(operation, storage, blocks * granularity_bytes))
+            rounded.append(_Change(operation, storage, blocks * granularity_bytes))
         return rounded
 
     def _record_change(self, storage: int, change_bytes: int) -> None:
@@ -149,9 +121,7 @@ class StepTrace:
         # freed after it is missing from the next one on.
         is_after_backward = self._phase in ("clip", "optimizer")
         self._kinds.setdefault(storage, self._kind_after_backward if is_after_backward else "activations")
-        self._changes.append(Change(len(self._operations), storage, change_bytes))
-        if self._modules is not None and storage not in self._owners:
-            self._owners[storage] = self._modules.now(self._phase)
+        self._changes.append(_Change(len(self._operations), storage, change_bytes))
 
     def _after_operation(self, func: Any, inputs: Any, outputs: Any) -> None:
         # "prim": optimizers query fake parameters. "profiler": torch 2.9 marks compiled code, but not at every size.
@@ -183,10 +153,6 @@ class StepTrace:
     def _end_operation(self, name: str) -> None:
         self._operations.append(name)
         self._phases.append(self._phase)
-        if self._modules is not None:
-            # Timelines keep the names of plain operations, by which steps of different depths are aligned.
-            self._shown.append(Operation(running_code() or name, self._phase, self._modules.now(self._phase)))
-        self._after()
 
 
 class _WatchFakes(WatchOperations):

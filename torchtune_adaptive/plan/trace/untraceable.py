@@ -1,4 +1,4 @@
-"""Why a user's function cannot be traced, in one sentence with the user's line. It needs torch alone."""
+"""Why a step cannot be traced, with the line of the user's code. It needs torch alone."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.plan.trace.fake_step import CannotTraceError
 
 _PACKAGE = Path(__file__).parents[2]
@@ -23,23 +23,21 @@ _NO_KERNEL = "which has no fake implementation (`torch.library.register_fake`)"
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def refusal(function: str, error: Exception, *, has_read_values: bool = False) -> InputError:
-    """The sentence for ``error``, which the user's function raised on tensors without values.
+def why_untraceable(error: BaseException, *, has_read_values: bool = False) -> str:
+    """Part of a sentence: which line of the user's code did what with tensors without values.
 
     Args:
-        function: its name, for example "train_step".
         has_read_values: values were read that a trace does not know.
     """
     place, library_place = _places(error)
-    within = f" (in {library_place})" if library_place else ""
     known = ", after values were read, which a trace does not have" if has_read_values else ""
-    return InputError(
-        f"`{function}` must run on tensors without values to be planned, but {place or f'`{function}`'}"
-        f" {_what(error, known)}{within}."
-    )
+    what = _what(error, known)
+    if not place:
+        return f"{library_place} {what}" if library_place else what
+    return f"{place} {what}{f' (in {library_place})' if library_place else ''}"
 
 
-def _what(error: Exception, known: str) -> str:
+def _what(error: BaseException, known: str) -> str:
     if isinstance(error, CannotTraceError):
         return str(error)
     if isinstance(error, DynamicOutputShapeException):
@@ -53,7 +51,7 @@ def _what(error: Exception, known: str) -> str:
     return f"raised {reason_of(error)}{known}"
 
 
-def _places(error: Exception) -> tuple[str, str]:
+def _places(error: BaseException) -> tuple[str, str]:
     """File and line of the user's innermost function, and of the innermost library that it called, except torch.
 
     Either is "" if there is none.

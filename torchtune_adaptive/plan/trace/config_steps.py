@@ -1,34 +1,25 @@
-"""Trace a config's train step on fake tensors, in the process that ``client`` starts.
+"""Trace train steps of a config on fake tensors, with few of the model's layers where they repeat."""
 
-It reads a request as JSON from standard input and writes its answer as JSON to a file. The answer holds the peaks, or
-the events of one step, or the reason why there are none.
-"""
-
-import faulthandler
-import json
-import logging
 import math
-import os
-import sys
-import traceback
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
+from omegaconf import DictConfig
 
+from torchtune_adaptive.engine.memory.out_of_memory import only_new_garbage
 from torchtune_adaptive.engine.memory.timeline import Timeline, sum_of_timelines
+from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
-from torchtune_adaptive.errors import InputError, reason_of
-from torchtune_adaptive.files import write_atomically
+from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.plan.host_memory import HostFigures
-from torchtune_adaptive.plan.trace.events import StepEvents
+from torchtune_adaptive.plan.trace.as_cuda import computed_as_on_cuda
 from torchtune_adaptive.plan.trace.fake_recipe import FakeRecipe
+from torchtune_adaptive.plan.trace.fake_step import treated_as_real
 from torchtune_adaptive.plan.trace.layer_extrapolation import extrapolate_layers
 from torchtune_adaptive.plan.trace.peaks import StepLines, StepPeaks, TracedStep
-from torchtune_adaptive.stock.load import setting_up
+from torchtune_adaptive.plan.trace.restored import fake_process_group, settings_restored
+from torchtune_adaptive.plan.trace.untraceable import why_untraceable
 from torchtune_adaptive.training.batch.row_format import check_row_length
 
 # The first and the last layer differ from those between, and in some models every second layer differs from its
@@ -52,27 +43,62 @@ def trace_config(
     Raises:
         InputError: the config cannot be planned; the message says why.
     """
-    with StepTracer(cfg, world_size=world_size, shows_progress=shows_progress) as tracer:
-        layers = tracer.layers_to_trace(seq_lens[0])
-        peaks = tracer.peaks(seq_lens, layers)
-        figures = tracer.figures(layers)  # after the steps, which create the optimizer state
-        host = tracer.host_figures(layers)
-    return TracedStep(peaks, num_layers=tracer.num_layers, traced_layers=layers, host=host, **figures)
+    with steps_of(cfg, world_size=world_size, shows_progress=shows_progress) as steps:
+        layers = steps.layers_to_trace(seq_lens[0])
+        peaks = steps.peaks(seq_lens, layers)
+        figures = steps.figures(layers)  # after the steps, which create the optimizer state
+        host = steps.host_figures(layers)
+        return TracedStep(peaks, num_layers=steps.num_layers, traced_layers=layers, host=host, **figures)
 
 
-class StepTracer:
+def trace_whole_step(cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int) -> Timelines:
+    """Trace one step of rank 0 with all layers of the model. Errors are those of ``trace_config``."""
+    with steps_of(cfg, world_size=world_size) as steps:
+        return steps.timelines(steps.num_layers, batch_size, seq_len)
+
+
+@contextmanager
+def steps_of(cfg: DictConfig, *, world_size: int, shows_progress: bool = False) -> Iterator["ConfigSteps"]:
+    """Context: traces steps of ``cfg``. Afterwards torch is as before.
+
+    Raises:
+        InputError: the config cannot be planned, or code that it names fails; the message says why.
+    """
+    failed: BaseException
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(settings_restored())
+            stack.enter_context(fake_process_group(world_size))
+            if str(cfg.device).startswith("cuda"):
+                stack.enter_context(computed_as_on_cuda(compiles=cfg.get("compile", False)))
+            stack.enter_context(treated_as_real())
+            stack.enter_context(only_new_garbage())
+            progress = stack.enter_context(Bar(desc="tracing", unit=" steps", disable=not shows_progress))
+            yield ConfigSteps(cfg, progress)
+            return
+    except KeyboardInterrupt:
+        raise
+    except InputError as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # during the set-up, where any error is refused
+            raise error.__cause__ from None
+        raise
+    except BaseException as error:  # code that the config names may end the process
+        failed = error
+    raise TracingError(f"A train step of the config cannot be traced: {why_untraceable(failed)}.") from failed
+
+
+class ConfigSteps:
     """Traces steps of one config's model, built with all or only a few of its layers.
 
     Attributes:
         num_layers: number of layers of the whole trained model.
     """
 
-    def __init__(self, cfg: DictConfig, *, world_size: int, shows_progress: bool = False) -> None:
+    def __init__(self, cfg: DictConfig, progress: Any) -> None:
         self._cfg = cfg
-        self._world_size = world_size
         self._recipes: dict[int, FakeRecipe] = {}
         self._traced: dict[tuple[int, int, int], Timelines] = {}  # by layers, batch size and tokens per row
-        self._progress = tqdm(desc="tracing", unit=" steps", disable=not shows_progress)
+        self._progress = progress
         offloading = cfg.get("enable_activation_offloading", False)
         self._fewest_layers = _FEWEST_LAYERS_OFFLOADING if offloading else _FEWEST_LAYERS
         self._period = _PERIOD
@@ -87,12 +113,6 @@ class StepTracer:
         except InputError:  # the models cannot be built with few layers, or not at all
             self.num_layers = self._recipe(None).num_layers
             self._grows = False
-
-    def __enter__(self) -> "StepTracer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.close()
 
     def layers_to_trace(self, seq_len: int) -> tuple[int, ...]:
         """Choose the numbers of layers of the models to trace: two small models, or only the whole model.
@@ -111,7 +131,7 @@ class StepTracer:
             return None if timelines is None else _peaks(timelines)
 
         third_peaks = extrapolated_peaks((first, second), third)
-        if third_peaks is None or third_peaks != _peaks(self._timelines(third, batch_size, seq_len)):
+        if third_peaks is None or third_peaks != _peaks(self.timelines(third, batch_size, seq_len)):
             return (self.num_layers,)
         whole_peaks = extrapolated_peaks((first, second), self.num_layers)
         if whole_peaks is None or whole_peaks != extrapolated_peaks((second, third), self.num_layers):
@@ -160,15 +180,9 @@ class StepTracer:
     def _lines(self, seq_len: int, layers: tuple[int, ...]) -> StepLines:
         small, large = (self._whole(layers, batch_size, seq_len) for batch_size in SMALL_BATCH_SIZES)
         lines = StepLines.from_timelines(small, large, seq_len=seq_len)
-        if lines is None:  # perhaps because the very first step created a buffer that the model keeps
-            self._forget({*layers, self.num_layers}, SMALL_BATCH_SIZES[0], seq_len)
-            small = self._whole(layers, SMALL_BATCH_SIZES[0], seq_len)
-            lines = StepLines.from_timelines(small, large, seq_len=seq_len)
         if lines is None:
-            raise InputError(
-                f"The model must run the same operations at batch sizes {' and '.join(map(str, SMALL_BATCH_SIZES))}"
-                f" to be planned, but does not (rows of {seq_len} tokens)."
-            )
+            sizes = " than with ".join(map(str, SMALL_BATCH_SIZES))
+            raise InputError(f"A step cannot be planned that runs other operations with {sizes} rows.")
         if next(iter(small.values())).operations != lines.operations:  # they go through passes of loops over rows
             self._check_passes(lines, layers)
         return lines
@@ -180,8 +194,8 @@ class StepTracer:
         traced = _peaks(self._whole(layers, rows, seq_len))
         if not all(math.isclose(forecast[phase], peak, rel_tol=_ROUNDING) for phase, peak in traced.items()):
             raise InputError(
-                f"Memory must grow steadily with each row to be planned, but that of {rows} rows of {seq_len} tokens"
-                " does not follow from that of fewer rows."
+                f"A step cannot be planned whose memory with {rows} rows of {seq_len} tokens does not follow from that"
+                " with fewer rows."
             )
 
     def _whole(self, layers: tuple[int, ...], batch_size: int, seq_len: int) -> Timelines:
@@ -189,13 +203,13 @@ class StepTracer:
         found = None
         if len(layers) > 1:
             found = self._extrapolated((layers[0], layers[1]), self.num_layers, batch_size, seq_len)
-        return found or self._timelines(self.num_layers, batch_size, seq_len)
+        return found or self.timelines(self.num_layers, batch_size, seq_len)
 
     def _extrapolated(
         self, layers: tuple[int, int], num_layers: int, batch_size: int, seq_len: int
     ) -> Timelines | None:
         """Timelines of a model with ``num_layers`` layers; None if the layers of the two models do not repeat."""
-        few, more = (self._timelines(count, batch_size, seq_len) for count in layers)
+        few, more = (self.timelines(count, batch_size, seq_len) for count in layers)
         found: Timelines = {}
         for kind in few:
             timeline = extrapolate_layers(few[kind], more[kind], layers=layers, num_layers=num_layers)
@@ -204,8 +218,8 @@ class StepTracer:
             found[kind] = timeline
         return found
 
-    def _timelines(self, num_layers: int, batch_size: int, seq_len: int) -> Timelines:
-        """Timelines of a traced step, which is traced only once."""
+    def timelines(self, num_layers: int, batch_size: int, seq_len: int) -> Timelines:
+        """Timelines of a traced step of a model with ``num_layers`` layers. It is traced only once."""
         key = num_layers, batch_size, seq_len
         if key not in self._traced:
             recipe = self._recipe(num_layers)
@@ -216,17 +230,10 @@ class StepTracer:
             self._progress.update()
         return self._traced[key]
 
-    def _forget(self, layers: Iterable[int], batch_size: int, seq_len: int) -> None:
-        """Drop traced steps with any of these numbers of ``layers``, so that they are traced again."""
-        for num_layers in layers:
-            if self._traced.pop((num_layers, batch_size, seq_len), None) is not None:
-                self._progress.update(-1)
-
     def _recipe(self, num_layers: int | None) -> FakeRecipe:
         """The recipe with a model of ``num_layers`` layers (None: all). It is built only once."""
         if num_layers is None or num_layers not in self._recipes:
-            with setting_up():
-                recipe = FakeRecipe(self._cfg, world_size=self._world_size, num_layers=num_layers)
+            recipe = FakeRecipe(self._cfg, num_layers=num_layers)
             num_layers = num_layers or recipe.num_layers
             self._recipes[num_layers] = recipe
         return self._recipes[num_layers]
@@ -239,49 +246,3 @@ def _peaks(timelines: Timelines) -> dict[str, int]:
     for phase, live_bytes in zip(total.phases, total.live_bytes, strict=True):
         peaks[phase] = max(live_bytes, peaks.get(phase, 0))
     return peaks
-
-
-def trace_events(
-    cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int, shows_progress: bool = False
-) -> StepEvents:
-    """Trace a step of rank 0 with all layers, and return each of its operations and allocations.
-
-    Raises:
-        InputError: the config cannot be planned; the message says why.
-    """
-    with tqdm(desc="tracing", unit=" operations", disable=not shows_progress) as bar:
-        with setting_up():
-            recipe = FakeRecipe(cfg, world_size=world_size)
-        for model in recipe.models:
-            check_row_length(seq_len, model)
-        with recipe.running_modules() as modules:
-            trace = recipe.trace(batch_size, seq_len, modules=modules, after_operation=bar.update)
-    return trace.events(batch_size, seq_len)
-
-
-def main() -> None:
-    """Answer the request on standard input. Arguments: the answer's file, and one for the traceback of an error.
-
-    The second has it even if the process aborts.
-    """
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    output_path, errors_path = map(Path, sys.argv[1:])
-    with errors_path.open("w", encoding="utf-8") as errors:
-        faulthandler.enable(errors)
-        answer = _answer(json.load(sys.stdin), errors)
-        faulthandler.disable()
-    write_atomically(output_path, json.dumps(answer))
-    sys.stderr.flush()
-    os._exit(0)  # destroying all modules takes time, and nothing is left to do
-
-
-def _answer(request: dict[str, Any], errors: TextIO) -> dict[str, Any]:
-    try:
-        trace = trace_config if "seq_lens" in request else trace_events
-        return trace(OmegaConf.create(request.pop("config")), **request).as_json()
-    except InputError as error:
-        return {"refused": str(error)}
-    except Exception as error:
-        traceback.print_exc(file=errors)
-        return {"failed": reason_of(error)}

@@ -1,0 +1,152 @@
+"""A config is traced in this process: its whole step takes the planned bytes, and nothing stays behind."""
+
+import logging
+import random
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchtune.training._activation_offloading as torchtune_offloading
+from omegaconf import DictConfig
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from tests.support.ranks import run_alone, run_on_ranks
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.trace.tracer import Tracer
+from torchtune_adaptive.stock.configs import load_config
+
+SEQ_LEN, BATCH_SIZE = 64, 5  # plans trace batches of 2 and 3, and predict the bytes of one of 5
+SHALLOW = "model.num_layers=1"
+FAULTY = "tests.support.fake_models"
+CASES = {
+    "full, 2 ranks": ("full", 2, ["model.num_layers=2", "enable_activation_checkpointing=True"]),
+    "compiled lora": ("lora", 1, ["model.num_layers=2", "gradient_accumulation_steps=2", "compile=True"]),
+}
+
+
+def _planned_and_whole() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (kind, ranks, overrides) in CASES.items():
+        tracer, cfg = Tracer(), load_config(f"tiny/{kind}", overrides)
+        planned = tracer.step(cfg, world_size=ranks, seq_lens=[SEQ_LEN]).peaks[0].phases(BATCH_SIZE)
+        found[name] = planned, tracer.whole_step(cfg, world_size=ranks, batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
+    return found
+
+
+@pytest.fixture(scope="module")
+def planned_and_whole() -> dict[str, Any]:
+    return run_alone(_planned_and_whole)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_phase_of_a_whole_step_takes_the_planned_bytes(name: str, planned_and_whole: Any) -> None:
+    planned, timelines = planned_and_whole[name]
+    phases = next(iter(timelines.values())).phases
+    peaks = dict.fromkeys(phases, 0)
+    for phase, *live_bytes in zip(phases, *(one.live_bytes for one in timelines.values()), strict=True):
+        peaks[phase] = max(sum(live_bytes), peaks[phase])
+    assert peaks == planned
+
+
+def _full(*overrides: str) -> DictConfig:
+    return load_config("tiny/full", [SHALLOW, *overrides])
+
+
+def _steps_of(*asked: tuple[DictConfig, int]) -> list[Any]:
+    return [Tracer().step(cfg, world_size=ranks, seq_lens=[SEQ_LEN]) for cfg, ranks in asked]
+
+
+def test_a_step_does_not_depend_on_those_traced_before_it_in_the_same_process() -> None:
+    compiled = load_config("tiny/lora", [SHALLOW, "compile=True", "model.lora_dropout=0.1"])
+    on_cuda = load_config("tiny/lora", [SHALLOW, "compile=True", "model.lora_dropout=0.1", "device=cuda"])
+    asked = [(_full(), 2), (compiled, 1), (_full(), 4), (on_cuda, 1)]
+    assert run_alone(_steps_of, *asked) == [run_alone(_steps_of, one)[0] for one in asked]
+
+
+def test_the_environment_of_a_launcher_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = run_alone(_steps_of, (_full(), 2))
+    for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "5"), ("MASTER_ADDR", "nowhere")):
+        monkeypatch.setenv(name, value)
+    assert run_alone(_steps_of, (_full(), 2)) == usual
+
+
+def test_progress_is_shown_on_standard_error_and_nothing_else_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    Tracer(shows_progress=True).step(_full(), world_size=1, seq_lens=[SEQ_LEN])
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err.strip().startswith("tracing")
+    assert printed.err.count("\n") == 1
+
+
+def _state() -> list[Any]:
+    """What tracing a config changes."""
+    recipe: Any = sys.modules["adaptive_full_finetune_distributed"].StockRecipe
+    return [
+        recipe._setup_model.__globals__["training"],
+        torchtune_offloading.OffloadActivations,
+        logging.root.manager.disable,
+        list(warnings.filters),
+        sys.stdout,
+        sys.excepthook,
+        (torch.get_default_device(), torch.get_default_dtype(), torch.is_grad_enabled(), dist.is_initialized()),
+        _get_current_dispatch_mode_stack(),
+        {name: value for name, value in vars(torch.cuda).items() if callable(value)},
+        DeviceMesh.__init__,
+        sys.modules["torch.optim.optimizer"]._get_foreach_kernels_supported_devices,
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+    ]
+
+
+def test_nothing_stays_behind() -> None:
+    cfg = _full("device=cuda", "enable_activation_checkpointing=True", "enable_activation_offloading=True")
+    Tracer().step(cfg, world_size=1, seq_lens=[8])  # imports
+    before = _state()
+    Tracer().step(cfg, world_size=2, seq_lens=[8])
+    with pytest.raises(InputError):
+        Tracer().step(_failing("FailsInItsStep"), world_size=2, seq_lens=[8])
+    assert _state() == before
+
+
+def _failing(optimizer: str) -> DictConfig:
+    return _full("~optimizer.fused", f"optimizer._component_={FAULTY}.{optimizer}")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [
+        ("FailsInItsStep", "ZeroDivisionError: division by zero"),
+        ("EndsInItsStep", "SystemExit: 0 (fake_models.py, line "),
+    ],
+)
+def test_an_error_of_code_that_the_config_names_is_one_sentence_with_its_place(optimizer: str, reason: str) -> None:
+    with pytest.raises(InputError) as failed:
+        Tracer().step(_failing(optimizer), world_size=1, seq_lens=[SEQ_LEN])
+    before, _, after = str(failed.value).partition(f" raised {reason}")
+    assert before.startswith("A train step of the config cannot be traced: ")
+    assert "fake_models.py:" in before
+    assert after.endswith(".")
+
+
+@pytest.mark.parametrize("place", ["model", "optimizer"])
+def test_an_interrupt_ends_the_trace(place: str) -> None:
+    """As Ctrl-C, in the set-up and in a step."""
+    cfg = _failing("InterruptedInItsStep") if place == "optimizer" else _full(f"loss._component_={FAULTY}.interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        Tracer().step(cfg, world_size=1, seq_lens=[SEQ_LEN])
+
+
+def _refusal_in_a_group(_: int) -> str:
+    with pytest.raises(InputError) as refused:
+        Tracer().step(_full(), world_size=2, seq_lens=[SEQ_LEN])
+    assert dist.is_initialized()
+    return str(refused.value)
+
+
+def test_a_process_that_is_in_a_group_is_refused() -> None:
+    said = run_on_ranks(_refusal_in_a_group, 1)
+    assert said == ["A plan starts a process group of its own, but this process is in one of size 1."]

@@ -1,0 +1,93 @@
+"""Trace the train steps of configs without a GPU, and keep what was found."""
+
+import gc
+import importlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.engine.memory.timeline import Timeline
+from torchtune_adaptive.plan.trace.cache import Answers
+from torchtune_adaptive.plan.trace.keys import traced_content
+from torchtune_adaptive.plan.trace.peaks import TracedStep
+
+
+class Tracer:
+    """Traces steps of configs on rank 0, which holds the most memory. It keeps its answers.
+
+    Steps run in this process, on fake CPU tensors; what they change in torch is restored. No weights, tokenizer or data
+    set are read.
+
+    Args:
+        folder: where answers are kept for other programs, see ``Answers``; None: only this object keeps them.
+        shows_progress: show a progress bar on standard error.
+    """
+
+    def __init__(self, folder: Path | None = None, *, shows_progress: bool = False) -> None:
+        self._answers = Answers(folder)
+        self._shows_progress = shows_progress
+
+    def step(self, cfg: DictConfig, *, world_size: int, seq_lens: Sequence[int]) -> TracedStep:
+        """Trace a train step of the adaptive recipe for ``cfg``, with ``world_size`` ranks.
+
+        Args:
+            seq_lens: tokens per row; each length has its own peaks.
+
+        Raises:
+            InputError: the config cannot be planned; the message says why.
+        """
+        content = traced_content(cfg)
+        questions = {length: content | {"asked": {"world_size": world_size, "seq_len": length}} for length in seq_lens}
+        steps = {length: kept for length, question in questions.items() if (kept := self._kept(question)) is not None}
+        if missing := [length for length in questions if length not in steps]:
+            with _quietly():
+                traced: TracedStep = _config_steps().trace_config(
+                    cfg, world_size=world_size, seq_lens=missing, shows_progress=self._shows_progress
+                )
+            for peaks in traced.peaks:
+                steps[peaks.seq_len] = replace(traced, peaks=(peaks,))
+                self._answers.write(questions[peaks.seq_len], steps[peaks.seq_len].as_json())
+        found = [steps[length] for length in seq_lens]
+        return replace(found[0], peaks=tuple(step.peaks[0] for step in found))
+
+    def whole_step(self, cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int) -> dict[str, Timeline]:
+        """The timelines of one step with all layers of the model, by kind of memory. Errors are those of ``step``."""
+        with _quietly():
+            return _config_steps().trace_whole_step(cfg, world_size=world_size, batch_size=batch_size, seq_len=seq_len)
+
+    def _kept(self, question: Any) -> TracedStep | None:
+        with suppress(ValueError, TypeError, LookupError):  # a file with another content
+            if (kept := self._answers.read(question)) is not None:
+                return TracedStep.from_json(kept)
+        return None
+
+
+def _config_steps() -> Any:
+    """The module that traces. Without garbage collection, its imports take two thirds of their time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module("torchtune_adaptive.plan.trace.config_steps")
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Within the context nothing is printed, logged or warned of: a recipe's messages are about a real run."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
