@@ -196,7 +196,7 @@ def test_code_of_a_run_that_would_end_the_process_is_an_error(
     launched.ended_by = ended_by
     assert launched.status() == 1
     said = capsys.readouterr().err
-    assert said.startswith(f"recipe: Code of a run must not end its process, but raised {type(ended_by).__name__}")
+    assert said.startswith(f"recipe: Code of the run raised {type(ended_by).__name__}")
     assert "(test_launch.py, line " in said
     assert (said.count("\n"), Nodes.last.told) == (1, [said.removeprefix("recipe: ").rstrip()])
 
@@ -270,7 +270,7 @@ def test_a_working_directory_that_was_deleted_is_refused(
     monkeypatch.setenv("PWD", str(tmp_path))
     tmp_path.rmdir()
     assert launched.status() == 1
-    assert capsys.readouterr().err == f"recipe: The working directory must exist, but '{tmp_path}' has been deleted.\n"
+    assert capsys.readouterr().err == f"recipe: The working directory '{tmp_path}' has been deleted.\n"
 
 
 @pytest.mark.parametrize("on_several_ranks", [True, False])

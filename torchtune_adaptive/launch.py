@@ -74,7 +74,7 @@ def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:
         except Exception:
             raise
         except BaseException as end:  # of a data set, a loss, ...: its status could be taken for the run's
-            raise InputError(f"Code of a run must not end its process, but raised {reason_of(end)}.") from end
+            raise InputError(f"Code of the run raised {reason_of(end)}.") from end
 
     recipe_main.__doc__ = sys.modules["__main__"].__doc__  # shown by --help
     if recipe_class.on_several_ranks:

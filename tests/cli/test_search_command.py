@@ -21,7 +21,6 @@ from torchtune_adaptive.cli import search
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, RunEnded
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.stock import checks
 from torchtune_adaptive.stock.configs import load_config
 from torchtune_adaptive.training.checkpoints.folder import read_checkpoint
 from torchtune_adaptive.training.found_config import end_search, found_values
@@ -102,7 +101,7 @@ def test_a_config_without_the_adaptive_block_gets_one(tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cfg = OmegaConf.create({"output_dir": str(tmp_path / "file")})
-    with pytest.raises(InputError, match="`output_dir` must be a folder that can be written, but is"):
+    with pytest.raises(InputError, match="`output_dir` cannot be written: folder"):
         end_search(cfg, {"batch_size": 8}, seq_len=8, consensus=Consensus())
 
 
@@ -196,24 +195,23 @@ class Launch:
 
 
 @pytest.fixture
-def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files that configs name need not exist."""
-    monkeypatch.setattr(checks, "check_input_files", lambda _: None)
-
-
-@pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch, no_files: None) -> Launch:
+def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
     fake = Launch()
-    monkeypatch.setattr(search, "_launch", fake)
+    monkeypatch.setattr(search, "_tune_run", fake)
     return fake
 
 
+@pytest.mark.parametrize("recipe", [RECIPE, "my_recipe.py", "folder/my_recipe"])
 def test_the_last_line_is_the_command_that_trains_with_the_found_config(
-    launch: Launch, tmp_path: Path, program: Program
+    recipe: str, launch: Launch, tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    for copy in ("my_recipe.py", "folder/my_recipe.py"):
+        Path(copy).parent.mkdir(exist_ok=True)
+        Path(copy).touch()
     output_dir = tmp_path / "it's an output"
     torchrun = ["--nnodes", "1", "--nproc_per_node", "2", "--rdzv_conf", "join_timeout=9,a=b c"]
-    given = [RECIPE, "--config", "tiny/full", f"output_dir={output_dir}", "epochs=1"]
+    given = [recipe, "--config", "tiny/full", f"output_dir={output_dir}", "epochs=1"]
     ended = program("search", *torchrun, *given)
     assert ended.status == 0
     assert launch.launched == [[*torchrun, *given, "use_maximum_batch_size=True", "adaptive.search_only=True"]]
@@ -221,7 +219,7 @@ def test_the_last_line_is_the_command_that_trains_with_the_found_config(
         "tune",
         "run",
         *torchrun,
-        RECIPE,
+        recipe,
         "--config",
         str(output_dir / "found.yaml"),
     ]
@@ -240,20 +238,38 @@ def test_a_token_budget_is_searched_for_instead_of_the_batch_size(
     [
         (
             ("full_finetune_distributed", "--config", "tiny/full"),
-            "The recipe must be an adaptive one, which can search, but is 'full_finetune_distributed' instead; did you"
+            "A search needs an adaptive recipe, or a copy as in my_recipe.py, not 'full_finetune_distributed'; did you"
             " mean `adaptive_full_finetune_distributed`?",
         ),
-        (("generate", "--config", "generation"), "The recipe must be an adaptive one"),
-        (("adaptive_ful_finetune_distributed", "--config", "tiny/full"), "The recipe must be a name that"),
-        ((RECIPE,), "`--config` must be followed by the name or path of a config, but is missing."),
-        ((RECIPE, "--config", "tiny/full", "adaptive.lr_scaling=sqrt"), "`adaptive.lr_scaling` must be none with"),
+        (("generate", "--config", "generation"), "A search needs an adaptive recipe, or a copy as in "),
+        (("./my_recipe.py", "--config", "tiny/full"), "A search needs an adaptive recipe, or a copy as in "),
+        (("gone.py", "--config", "tiny/full"), "A search needs an adaptive recipe, or a copy as in "),
+        (("",), "A search needs a recipe, followed by `--config` and"),
+        ((RECIPE,), "A search needs a recipe, followed by `--config` and"),
+        (("--config", "tiny/full", RECIPE), "A search needs a recipe, followed by `--config` and"),
+        ((RECIPE, "--config"), "`--config` needs the name or path of a config."),
+        ((RECIPE, "--config", "tiny/full", "adaptive.margn=0.1"), "`adaptive` has no key 'margn'; did you mean"),
+        ((RECIPE, "--config", "tiny/full", "epochs=0"), "`epochs` must be at least 1, but is 0 instead."),
+        (
+            (RECIPE, "--config", "tiny/full", "adaptive.lr_scaling=sqrt"),
+            "`adaptive.search_only: True` cannot be combined with `adaptive.lr_scaling: sqrt`",
+        ),
         ((RECIPE, "--config", "tiny/full", "output_dir=null"), "`output_dir` must be a folder, but is None instead."),
-        ((RECIPE, "--config", "tiny/full", "output_dir=/proc/x"), "`output_dir` must be a folder that can be written"),
+        ((RECIPE, "--config", "my_config.yaml"), "A search needs an `output_dir`."),
+        ((RECIPE, "--config", "tiny/full", "output_dir=/proc/x"), "`output_dir` cannot be written"),
     ],
 )
 def test_what_cannot_be_searched_is_refused_in_one_sentence_before_anything_runs(
-    arguments: tuple[str, ...], sentence: str, launch: Launch, program: Program
+    arguments: tuple[str, ...],
+    sentence: str,
+    launch: Launch,
+    program: Program,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_recipe.py").touch()
+    Path("my_config.yaml").write_text("batch_size: 2\n")
     program.refuses("search", *arguments, sentence=f": {sentence}")
     assert launch.launched == []
 
@@ -270,7 +286,7 @@ def test_where_no_config_was_written_no_command_is_printed_and_the_older_config_
 
 @pytest.mark.parametrize(("code", "status"), [(0, 0), (None, 0), (1, 1), (75, 75)])
 def test_on_one_device_the_run_is_in_this_process(
-    code: int | None, status: int, no_files: None, tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+    code: int | None, status: int, tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_module(name: str, **_: Any) -> NoReturn:
         run.append([name, *sys.argv])

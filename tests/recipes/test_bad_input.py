@@ -19,14 +19,14 @@ SEARCH = "use_maximum_batch_size=True"
 GROW = "batch_increase_function="
 # What a config's keys and values alone say is checked in `tests/test_settings.py` and `tests/stock/test_checks.py`.
 CASES: dict[str, tuple[list[str], str]] = {
-    "misspelt key": ([SEARCH, "adaptive.margn=0.1"], "but is 'margn' instead; did you mean `adaptive.margin`?"),
+    "misspelt key": ([SEARCH, "adaptive.margn=0.1"], "`adaptive` has no key 'margn'; did you mean `adaptive.margin`?"),
     "limit above the device": (
         [SEARCH, "adaptive.memory_limit=900TiB"],
         "`adaptive.memory_limit` must be at most what the device",
     ),
     "CPU search without limit": (
         [SEARCH, "adaptive.memory_limit=null"],
-        "`adaptive.memory_limit` must be given for a search on",
+        "A search on the CPU needs `adaptive.memory_limit`",
     ),
     "function that raises": (
         [GROW + "tests.support.growth_functions.raises_late"],
@@ -34,49 +34,48 @@ CASES: dict[str, tuple[list[str], str]] = {
     ),
     "data below one row a micro-step": (
         [SEARCH, "gradient_accumulation_steps=64", "dataset.split=train[:100]"],
-        "`dataset` must fill an optimizer step (1 rows * 64 micro-steps * 2 ranks = 128 samples per optimizer step),"
-        " but has 100 samples.",
+        "`dataset` has 100 samples, too few for one optimizer step (1 rows * 64 micro-steps * 2 ranks = 128 samples",
     ),
     "data set without samples": (
         ["dataset._component_=tests.support.recipe_runs.no_samples"],
-        "must have samples, but has 0.",
+        "`dataset` has no samples.",
     ),
-    "empty split": (["dataset.split=train[:0]"], "`dataset` must be one that can be created, but failed with {"),
+    "empty split": (["dataset.split=train[:0]"], "`dataset` cannot be created from {"),
     "no data file": (["dataset.data_files=/no/such.json"], "FileNotFoundError: Unable to find"),
     "samples of another method": (
         [
             "dataset._component_=torchtune.datasets.preference_dataset",
             "dataset.data_files=${tiny_dir}/preferences.json",
         ],
-        "must have samples with tokens, labels, but its first one has chosen_input_ids, chosen_labels, rejected_input",
+        "Samples of `dataset` need tokens, labels, but the first one has chosen_input_ids, chosen_labels, ",
     ),
     "tokens beyond the model": (
         [SEARCH, "dataset._component_=tests.recipes.test_bad_input.beyond_the_vocabulary"],
-        "`tokenizer` must give tokens below 2048, the vocabulary of `model`, but gives 2048 in the first sample",
+        "The first sample of `dataset` has token 2048, but `model` has a vocabulary of 2048 tokens.",
     ),
     "column that is not there": (
         ["dataset.column_map={input: nope, output: output}"],
-        "`dataset` must have samples, but loading the first one failed: KeyError: 'nope'.",
+        "`dataset` cannot load its first sample: KeyError: 'nope'.",
     ),
     "no checkpoint": (
         ["checkpointer.checkpoint_dir=/no/such"],
-        "`checkpointer.checkpoint_dir` must exist, but is '/no/such' instead.",
+        "ValueError: /no/such is not a valid directory (",
     ),
     "loss of another method": (
         ["loss._component_=torchtune.rlhf.loss.DPOLoss"],
-        "can set up, but failed: AttributeError: 'DPOLoss' object has no attribute 'ignore_index' (",
+        "The recipe cannot be set up: AttributeError: 'DPOLoss' object has no attribute 'ignore_index' (",
     ),
     "no rows": (
         ["batch_size=two"],
-        "`batch_size` must be an integer, but is 'two' instead.",
+        "ValueError: batch_size should be a positive integer value, but got batch_size=two (",
     ),
     "rows beyond the model": (
         [SEARCH, "tokenizer.max_seq_len=600"],
-        "max_seq_len (512 tokens), but have 600; set `tokenizer.max_seq_len` to 512 or less.",
+        "Rows have 600 tokens, but the model takes at most 512; set `tokenizer.max_seq_len` to 512 or less.",
     ),
     "probes beyond the model": (
         [SEARCH, "adaptive.seq_len=513"],
-        "max_seq_len (512 tokens), but have 513; set `adaptive.seq_len` to 512 or less.",
+        "Rows have 513 tokens, but the model takes at most 512; set `adaptive.seq_len` to 512 or less.",
     ),
     "start above the maximum": (
         [GROW + "tests.support.growth_functions.gives_two", "batch_size=64", "adaptive.memory_limit=44MiB"],
@@ -93,19 +92,19 @@ CASES: dict[str, tuple[list[str], str]] = {
     ),
     "data below a global batch": (
         ["adaptive.global_batch_size=401"],
-        "`dataset` must fill an optimizer step (401 samples per optimizer step on 2 ranks), but has 400 samples.",
+        "`dataset` has 400 samples, too few for one optimizer step (401 samples per optimizer step on 2 ranks).",
     ),
     "tokens of packs": (
         ["adaptive.max_tokens_per_micro_batch=512", "dataset.packed=True"],
-        "`dataset.packed` must be False for `adaptive.max_tokens_per_micro_batch`,",
+        "`adaptive.max_tokens_per_micro_batch` has no effect with `dataset.packed: True`: packed rows have one length.",
     ),
     "sample above the tokens": (
         ["adaptive.max_tokens_per_micro_batch=128"],
-        "`adaptive.max_tokens_per_micro_batch` must be at least every sample's length, but is 128, and sample ",
+        "`adaptive.max_tokens_per_micro_batch` must be at least ",
     ),
     "values that an optimizer refuses": (
         ["optimizer.betas=[2, 3]"],
-        "`optimizer` must be one that can be created, but failed with {",
+        "`optimizer` cannot be created from {",
     ),
     "state that cannot be saved": (
         [GROW + "tests.support.growth_functions.UNSAVABLE"],
@@ -165,9 +164,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_the_search(tiny_dir: 
     )
     with pytest.raises(InputError) as refused:
         set_up(adaptive_recipe("lora_kd_single"), cfg)
-    assert str(refused.value) == (
-        "`teacher_model` must have the vocabulary of `model` (2048 tokens), but has 2112 instead."
-    )
+    assert str(refused.value) == "`teacher_model` needs the vocabulary of `model` (2048 tokens), but has 2112."
 
 
 @pytest.mark.exhaustive

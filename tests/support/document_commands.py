@@ -19,8 +19,9 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.gpu import memory_of
 from torchtune_adaptive.ppo.checks import check_turns
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.stock.checks import check_options
+from torchtune_adaptive.stock.checks import check_config
 from torchtune_adaptive.stock.configs import load_config, method_of, resolved
+from torchtune_adaptive.stock.installed import config_files
 
 _OUTPUT_KEPT = re.compile(r"\w+=\$\(.*\)")
 # An assignment, or a command that starts another one, with its options.
@@ -77,7 +78,7 @@ def is_whole(code: str) -> bool:
     """
     if "..." in code or re.fullmatch(r"tune(-adaptive)? \w+", code):
         return False
-    needs_config = code.startswith(("tune run", "tune-adaptive plan", "tune-adaptive run", "tune-adaptive search"))
+    needs_config = code.startswith(("tune run", "tune-adaptive plan", "tune-adaptive search"))
     is_command = re.match(r"(tune|tune-adaptive|make|pip|torchrun|python -m) [a-z.\-][\w.\-/]*( |$)", code) is not None
     return is_command and (" --config " in code or not needs_config)
 
@@ -135,26 +136,25 @@ class PageCommands:
         named = [word for word in rest if not word.startswith("-")]
         if command == "run":
             self._run(arguments)
-        elif command == "cp":
-            source, destination = named
-            if source not in _recipes():
-                self._config(source, [])
-            self.copies[_plain(destination)] = source
-        elif command in ("cat", "validate"):
-            self._config(named[-1], [])
+        elif command in ("cp", "cat", "validate"):  # which do not know our recipes and configs
+            if named[0] in _OWN_RECIPES or named[0] in config_files():
+                raise WrongCommand(f"torchtune has no {named[0]}")
+            if named[0] not in _recipes():
+                self._config(named[0], [])
+            if command == "cp":
+                self.copies[_plain(named[1])] = named[0]
         is_there = not any(_is_readers(self._original(word)) for word in named)
         self.runs = self.cfg is not None if command == "run" else command != "download" and is_there
 
     def _tune_adaptive(self, arguments: list[str]) -> None:
         command, *rest = arguments
-        if command == "validate":
-            self._config(rest[0], rest[1:])
-            self.runs = not _is_readers(self._original(rest[0]))
-        elif command == "search":
+        if command == "search":
             self._run(["run", *rest])
             self.runs = self.cfg is not None
-        elif command in _OF_TORCHTUNE:
-            self._tune(arguments)
+        elif command == "cp":
+            parsed, _ = _parsed(_parser(), arguments)
+            self.copies[_plain(str(parsed.destination))] = parsed.name
+            self.runs = True
         else:
             parsed, others = _parsed(_parser(), arguments, allows_others=True)
             if others and ("overrides" not in parsed or any(other.startswith("-") for other in others)):
@@ -188,7 +188,7 @@ class PageCommands:
             if method_of(cfg) != re.sub("^adaptive_|_distributed$|_single_device$", "", recipe):
                 raise WrongCommand(f"{recipe} does not train by {name}, which is for {method_of(cfg)}")
             ranks = _number(launch.nproc_per_node) * _number(launch.nnodes)
-            check_options(cfg, AdaptiveSettings.from_cfg(cfg), ranks=ranks)
+            check_config(cfg, ranks=ranks)
             if recipe.endswith("_single_device") and ranks > 1:
                 raise WrongCommand(f"{recipe} is for one process, not for {ranks}")
         if name.startswith("tiny/"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from torchtune_adaptive.errors import InputError, reason_of, require_fraction, require_integer
+from torchtune_adaptive.errors import require_fraction, require_integer
 
 PROGRAM = "tune-adaptive"
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # argparse has no public name for it
@@ -17,39 +17,19 @@ def add_command(
     commands: Commands, name: str, summary: str, *commands_shown: str, **options: Any
 ) -> argparse.ArgumentParser:
     """Add the command ``name``, with ``commands_shown`` as its examples, and return its parser."""
+    examples = "\n  ".join(["examples:", *(f"{PROGRAM} {command}" for command in commands_shown)])
     formatter = argparse.RawDescriptionHelpFormatter
-    return commands.add_parser(
-        name, help=summary, epilog=examples(*commands_shown), formatter_class=formatter, **options
-    )
+    return commands.add_parser(name, help=summary, epilog=examples, formatter_class=formatter, **options)
 
 
 @contextmanager
 def reader_may_stop() -> Iterator[None]:
-    """Context: if the reader of the output stops early, such as `head`, this is no error.
-
-    Raises:
-        InputError: the output cannot be written for another reason, such as a full disk.
-    """
-    if sys.stdout is None:  # it was closed when Python started
-        yield
-        return
+    """Context: if the reader of the output stops early, such as `head`, this is no error."""
     try:
         yield
-        sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:
-        _drop_output()
-    except OSError as error:
-        try:
-            sys.stdout.flush()
-        except OSError:  # it is the output's error: what is still to be written fails again
-            _drop_output()
-            raise InputError(f"Standard output must be writable, but is not: {reason_of(error)}.") from error
-        raise
-
-
-def _drop_output() -> None:
-    """Drop what is still to be written, which Python would write at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
 
 
 def integers(name: str, text: str) -> list[int]:
@@ -82,14 +62,3 @@ def fraction(name: str, text: str) -> float:
         value = text  # as above
     require_fraction(name, value)
     return float(value)
-
-
-def examples(*commands: str) -> str:
-    """The end of a command's help.
-
-    >>> print(examples("ls", "cat tiny/full"))
-    examples:
-      tune-adaptive ls
-      tune-adaptive cat tiny/full
-    """
-    return "\n  ".join(["examples:", *(f"{PROGRAM} {command}" for command in commands)])

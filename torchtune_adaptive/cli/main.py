@@ -1,4 +1,4 @@
-"""``tune-adaptive``: torchtune's commands with the adaptive recipes, and what fits without a GPU."""
+"""``tune-adaptive``: what fits on a GPU, by a plan or a search, and what happened in a run."""
 
 import argparse
 import sys
@@ -7,25 +7,23 @@ from importlib.metadata import version
 from typing import NoReturn
 
 import torchtune_adaptive
-from torchtune_adaptive.cli.arguments import PROGRAM, Commands, add_command, examples, reader_may_stop
+from torchtune_adaptive.cli.arguments import PROGRAM, reader_may_stop
 from torchtune_adaptive.cli.calibrate import add_calibrate
+from torchtune_adaptive.cli.cp import add_cp
 from torchtune_adaptive.cli.plan import add_plan
 from torchtune_adaptive.cli.report import add_report
-from torchtune_adaptive.cli.search import SEARCH_EXAMPLES, run_search
-from torchtune_adaptive.cli.tune import TUNE_COMMANDS, run_tune_command
-from torchtune_adaptive.cli.validate import add_validate
-from torchtune_adaptive.errors import InputError, reason_of, require_working_directory
+from torchtune_adaptive.cli.search import add_search, run_search
+from torchtune_adaptive.errors import InputError, require_working_directory
 from torchtune_adaptive.launch import filter_messages
 from torchtune_adaptive.output import escape_unknown_characters
 from torchtune_adaptive.settings import named_by_path
 
-_STATUSES = """exit status:
+_EPILOG = f"""`{PROGRAM} COMMAND --help` has examples of each. Recipes are run by `tune run`.
+
+exit status:
   0   done
-  1   a value was refused, or a run failed
-  2   the command line is wrong
-  75  a run on one process was asked to end by SIGTERM or SIGUSR1, and has saved its state;
-      with torchrun's options the status is that of the first process that ends with another one than 0,
-      128 more than the signal's number if a signal has ended it, or 1 if the launcher itself got the signal"""
+  1   a value was refused, or a search failed
+  2   the command line is wrong"""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -35,59 +33,37 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     escape_unknown_characters()
     try:
         require_working_directory()
-        with named_by_path():
-            if given and given[0] in TUNE_COMMANDS:
-                run_tune_command(given)
-            elif given[:1] == ["search"]:  # torchtune's own parser reads most of its arguments
-                run_search(given[1:])
+        with named_by_path(), reader_may_stop():
+            if given[:1] == ["search"] and {"-h", "--help"}.isdisjoint(given):
+                run_search(given[1:])  # torchtune's own parser reads them
             else:
-                _run_own_command(given)
+                _run(given)
     except InputError as error:
         sys.exit(f"{' '.join([PROGRAM, *given[:1]])}: {error}")
     sys.exit(0)
 
 
-def _run_own_command(arguments: Sequence[str]) -> None:
+def _run(arguments: Sequence[str]) -> None:
     parser = _parser()
     parsed, others = parser.parse_known_args(arguments)  # overrides may stand anywhere, as for `tune run`
     if others and ("overrides" not in parsed or any(other.startswith("-") for other in others)):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     parsed.overrides = [*vars(parsed).get("overrides", []), *others]
-    try:
-        with reader_may_stop():
-            parsed.run(parsed)
-    except SystemExit as end:  # of code that the config names
-        raise InputError(f"Code of a config must not end the program, but raised {reason_of(end)}.") from end
+    parsed.run(parsed)
 
 
 def _parser() -> argparse.ArgumentParser:
-    start = examples(
-        "ls",
-        "plan --config llama3_2/1B_full --memory 24GiB",
-        "run --nproc_per_node 2 adaptive_full_finetune_distributed --config tiny/full use_maximum_batch_size=True",
-    )
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        description="torchtune's commands with the adaptive recipes, and plans of what fits.",
-        epilog=f"`{PROGRAM} COMMAND --help` has examples of each.\n\n{start}\n\n{_STATUSES}",
+        description="What fits on a GPU, by a plan or a search, and what happened in a run.",
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for name, command in TUNE_COMMANDS.items():  # torchtune's own parsers read their arguments
-        _add_unread(commands, name, command.help, *command.examples)
-    add_validate(commands)
-    add_plan(commands)
-    add_calibrate(commands)
-    _add_unread(commands, "search", "find the largest batch size that fits, and end", *SEARCH_EXAMPLES)
-    add_report(commands)
+    for add_command in (add_plan, add_search, add_report, add_cp, add_calibrate):
+        add_command(commands)
     return parser
-
-
-def _add_unread(commands: Commands, name: str, summary: str, *commands_shown: str) -> None:
-    """Add a command for the program's help, whose arguments another parser reads."""
-    usage, description = f"{PROGRAM} {name} ...", f"{summary[0].upper()}{summary[1:]}."
-    add_command(commands, name, summary, *commands_shown, add_help=False, usage=usage, description=description)
 
 
 def _versions() -> str:

@@ -5,13 +5,10 @@ from pathlib import Path
 
 from torchtune_adaptive.cli.arguments import Commands, add_command
 from torchtune_adaptive.files import check_writable, write_atomically, writing
-from torchtune_adaptive.report.page import page
 from torchtune_adaptive.report.pictures import pictures
 from torchtune_adaptive.report.read import read_run
-from torchtune_adaptive.report.story import story, story_text
+from torchtune_adaptive.report.story import story_text
 from torchtune_adaptive.report.style import INSTALL
-
-_PAGE_NAME = "report.html"
 
 
 def add_report(commands: Commands) -> None:
@@ -24,7 +21,7 @@ def add_report(commands: Commands) -> None:
         "report OUTPUT_DIR --to pictures",
     )
     command.add_argument("output_dir", type=Path, metavar="OUTPUT_DIR", help="the `output_dir` of the run")
-    command.add_argument("--to", type=Path, metavar="FOLDER", help="folder for pictures and page [OUTPUT_DIR]")
+    command.add_argument("--to", type=Path, metavar="FOLDER", help="folder for the pictures [OUTPUT_DIR]")
     command.set_defaults(run=_report)
 
 
@@ -34,15 +31,12 @@ def _report(arguments: argparse.Namespace) -> None:
     try:
         import matplotlib.figure  # noqa: F401  # an extra
     except ImportError:
-        print(f"\nWithout matplotlib there are no pictures and no page: {INSTALL} adds it.")
+        print(f"\nWithout matplotlib there are no pictures: {INSTALL} adds it.")
         return
-    drawn = pictures(run)
     folder = arguments.to or arguments.output_dir
-    with writing("--to", folder / _PAGE_NAME):  # before seconds are spent on drawing
-        check_writable(folder / _PAGE_NAME)
-    files = {f"{picture.name}.svg": picture.svg() for picture in drawn}
-    files[_PAGE_NAME] = page(arguments.output_dir, story(run), drawn)
-    print()
-    for name, content in files.items():
-        with writing("--to", folder / name):
-            print(f"Written to {write_atomically(folder / name, content)}")
+    for picture in pictures(run):
+        path = folder / f"{picture.name}.svg"
+        with writing("--to", path):
+            check_writable(path)  # before seconds are spent on drawing
+            write_atomically(path, picture.svg())
+        print(f"\nWritten to {path}")

@@ -1,15 +1,12 @@
 """torchtune's recipes and configs and ours: names and files. torchtune, whose import takes seconds, is not imported."""
 
 import importlib.util
-import re
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torchtune_adaptive.errors import InputError
-
-_PREFIX = "adaptive_"
 
 
 def require_torchtune() -> None:
@@ -21,8 +18,7 @@ def require_torchtune() -> None:
     missing = [name for name in ("torchtune", "torchao", "omegaconf") if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(
-            f"The recipes and `tune-adaptive` need packages that are not installed ({', '.join(missing)}):"
-            " `pip install 'torchtune-adaptive[torchtune]'` installs them."
+            f"Not installed: {', '.join(missing)}; `pip install 'torchtune-adaptive[torchtune]'` adds what is missing."
         )
 
 
@@ -66,7 +62,7 @@ def adaptive_name(stock_recipe: str) -> str:
     >>> adaptive_name("full_finetune_distributed")
     'adaptive_full_finetune_distributed'
     """
-    return f"{_PREFIX}{stock_recipe}"
+    return f"adaptive_{stock_recipe}"
 
 
 @cache
@@ -84,13 +80,10 @@ def config_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
-def configs_by_recipe() -> dict[str, dict[str, Path]]:
-    """Our configs, by name, of each of our recipes: those whose first comment names the recipe."""
+def config_files() -> dict[str, Path]:
+    """Files of our configs by name."""
     directory = config_dir()
-    files = {path.relative_to(directory).with_suffix("").as_posix(): path for path in sorted(directory.rglob("*.yaml"))}
-    comments = {name: path.read_text(encoding="utf-8").split("\n\n")[0] for name, path in files.items()}
-    named = {name: set(re.findall(rf"\b{_PREFIX}\w+", comment)) for name, comment in comments.items()}
-    return {recipe: {name: path for name, path in files.items() if recipe in named[name]} for recipe in recipe_files()}
+    return {path.relative_to(directory).with_suffix("").as_posix(): path for path in sorted(directory.rglob("*.yaml"))}
 
 
 @cache
