@@ -1,235 +1,26 @@
-"""The schedule never exceeds the maximum, never shrinks the batch, and reports every bad answer before training."""
+"""Built-in schedules grow when they say; the noise scale is estimated without bias, and the batch grows toward it."""
 
-import functools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.schedule import at_epochs, geometric, linear
-from torchtune_adaptive.training.batch.increase_function import (
-    check_function,
-    function_name,
-    next_batch_size,
-    plan_growth,
-)
+from torchtune_adaptive.schedule import GradientNorms, at_epochs, geometric, gradient_noise_scale, linear
 
-HERE = __name__
+properties = settings(max_examples=100)
 
 
-def eight_at_epoch_two(epoch: int, current_batch_size: int) -> int:
-    return 8 if epoch == 2 else 0
-
-
-def answering(answer):
-    """A function of this module, named `answers`, that always returns ``answer``."""
-
-    def answers(epoch: int, current_batch_size: int):
-        return answer
-
-    answers.__qualname__ = "answers"
-    return answers
-
-
-class Doubling:
-    """Counts its calls, as a stateful schedule may."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, epoch: int, current_batch_size: int) -> int:
-        self.calls += 1
-        return current_batch_size if self.calls > 1 else 0
-
-    def grow(self, epoch: int, current_batch_size: int) -> int:
-        return self(epoch, current_batch_size)
-
-
-class Uncopyable(Doubling):
-    def __deepcopy__(self, memo):
-        raise TypeError("cannot be copied")
-
-
-# ---- the RFC's rule
-
-
-@pytest.mark.parametrize(
-    ("epoch", "maximum", "batch_size", "increment", "reason"),
-    [
-        (2, 24, 24, 8, "epoch 2: increase of 8 granted, batch_size 16 -> 24"),
-        (2, 20, 16, 8, "epoch 2: increase of 8 refused, 16 + 8 = 24 is above the maximum of 20"),
-        (1, 20, 16, 0, "epoch 1: no increase, batch_size stays 16"),
-    ],
-)
-def test_an_increase_is_granted_up_to_the_maximum_and_refused_entirely_above_it(
-    epoch, maximum, batch_size, increment, reason
-):
-    growth = next_batch_size(eight_at_epoch_two, epoch=epoch, batch_size=16, maximum=maximum)
-    assert (growth.batch_size, growth.increment, growth.reason) == (batch_size, increment, reason)
-
-
-# ---- answers
-
-
-@pytest.mark.parametrize("answer", [np.uint8(4), 4])
-def test_integers_of_any_type_are_answers_and_become_int(answer):
-    growth = next_batch_size(answering(answer), epoch=0, batch_size=4, maximum=8)
-    assert growth.batch_size == 8
-    assert type(growth.increment) is int
-
-
-@pytest.mark.parametrize(
-    ("answer", "rule", "quoted"),
-    [
-        (0.5, "an integer", "0.5"),
-        (None, "an integer", "None"),
-        (True, "an integer", "True"),
-        (np.bool_(True), "an integer", repr(np.bool_(True))),
-        (np.float32(2), "an integer", repr(np.float32(2))),
-        ("two\nlines", "an integer", "'two\\nlines'"),
-        (-4, "at least 0", "-4"),
-    ],
-)
-def test_bad_answer_is_refused_quoting_value_epoch_and_function(answer, rule, quoted):
-    with pytest.raises(InputError) as caught:
-        next_batch_size(answering(answer), epoch=2, batch_size=16, maximum=99)
-    assert str(caught.value) == (
-        f"`batch_increase_function` must return {rule}, but {HERE}.answers returned {quoted} "
-        "at epoch 2 with batch size 16 instead."
-    )
-
-
-def raises_at_three(epoch: int, current_batch_size: int) -> int:
-    return 8 // (epoch - 3) * 0
-
-
-def test_raising_function_is_refused_quoting_its_error():
-    with pytest.raises(InputError) as caught:
-        plan_growth(raises_at_three, total_epochs=9, batch_size=4)
-    assert str(caught.value) == (
-        f"`batch_increase_function` must return an integer, but {HERE}.raises_at_three raised an error "
-        "at epoch 3 with batch size 4 instead: ZeroDivisionError: integer division or modulo by zero."
-    )
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-# ---- the check at load
-
-
-class OneArgument:
-    def __call__(self, epoch: int) -> int:
-        return 0
-
-
-def keyword_only(*, epoch, current_batch_size):
-    return 0
-
-
-def three_arguments(epoch, current_batch_size, maximum):
-    return 0
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        Doubling(),
-        Doubling().grow,
-        lambda *arguments: 0,
-        functools.partial(three_arguments, maximum=8),
-        max,  # a builtin whose signature cannot be read
-        geometric(),
-    ],
-)
-def test_whatever_takes_two_positional_arguments_passes_the_check(function):
-    assert check_function(function) is function
-
-
-@pytest.mark.parametrize(
-    ("function", "signature"),
-    [
-        (keyword_only, "(*, epoch, current_batch_size)"),
-        (three_arguments, "(epoch, current_batch_size, maximum)"),
-        (OneArgument(), "(epoch: int) -> int"),
-    ],
-)
-def test_wrong_arity_is_refused_quoting_the_signature(function, signature):
-    with pytest.raises(InputError) as caught:
-        check_function(function)
-    assert str(caught.value) == (
-        "`batch_increase_function` must take two positional arguments (epoch, current_batch_size), "
-        f"but {function_name(function)} takes {signature} instead."
-    )
-
-
-@pytest.mark.parametrize(
-    ("value", "name", "subject"), [(8, None, "is 8"), (3.14, "'math.pi'", "'math.pi' is 3.14"), (None, None, "is None")]
-)
-def test_a_value_that_is_not_callable_is_refused(value, name, subject):
-    with pytest.raises(InputError) as caught:
-        check_function(value, name=name)
-    assert str(caught.value) == f"`batch_increase_function` must be callable, but {subject} instead."
-
-
-@pytest.mark.parametrize("kind", [geometric, Doubling])
-def test_class_in_place_of_a_function_is_refused(kind):
-    with pytest.raises(InputError) as caught:
-        check_function(kind, name="a.b")
-    assert str(caught.value) == (
-        "`batch_increase_function` must be a function, but a.b is a class instead; "
-        "to use a class, give it as `_component_`, with its arguments."
-    )
-
-
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (Doubling(), f"{HERE}.Doubling"),
-        (Doubling().grow, f"{HERE}.Doubling.grow"),
-        (functools.partial(three_arguments, maximum=8), f"{HERE}.three_arguments"),
-        (max, "builtins.max"),
-        ({}.get, "builtins.dict.get"),
-        (at_epochs({1: 8}), "torchtune_adaptive.schedule.at_epochs(increases={1: 8})"),
-    ],
-)
-def test_function_name_is_readable(function, name):
-    assert function_name(function) == name
-
-
-# ---- planned growth
-
-
-@pytest.mark.parametrize("method", ["__call__", "grow"])
-def test_planned_growth_does_not_change_a_stateful_function(method):
-    doubling = Doubling()
-    sizes = plan_growth(getattr(doubling, method), total_epochs=3, batch_size=4)
-    assert sizes == [4, 8, 16]
-    assert doubling.calls == 0
-
-
-def test_function_that_cannot_be_copied_is_called_itself():
-    uncopyable = Uncopyable()
-    assert plan_growth(uncopyable, total_epochs=2, batch_size=4) == [4, 8]
-    assert uncopyable.calls == 2
-
-
-def test_planned_growth_without_a_bound_survives_a_long_doubling():
-    assert len(plan_growth(lambda epoch, size: int(size * 1.0), total_epochs=2000, batch_size=8)) == 2000
-
-
-@given(
-    answers=st.lists(st.integers(0, 100), min_size=1, max_size=20), start=st.integers(1, 64), room=st.integers(-9, 200)
-)
-def test_planned_sizes_never_grow_above_the_maximum_and_never_shrink(answers, start, room):
-    sizes = plan_growth(
-        lambda epoch, _: answers[epoch], total_epochs=len(answers), batch_size=start, maximum=start + room
-    )
-    for before, size, answer in zip([start, *sizes], sizes, answers, strict=False):
-        assert size == before + (answer if before + answer <= start + room else 0)
-
-
-# ---- built-in schedules
+def sizes_of(function: Callable[[int, int], int], *, start: int) -> list[int]:
+    sizes = [start]
+    for epoch in range(5):
+        sizes.append(sizes[-1] + function(epoch, sizes[-1]))
+    return sizes[1:]
 
 
 @pytest.mark.parametrize(
@@ -243,15 +34,14 @@ def test_planned_sizes_never_grow_above_the_maximum_and_never_shrink(answers, st
         (at_epochs({1: 4, "3": 8}), [4, 8, 8, 16, 16]),  # pyright: ignore[reportArgumentType]  # as YAML may have it
     ],
 )
-def test_built_in_schedules_grow_when_they_say(function, sizes):
-    assert plan_growth(function, total_epochs=5, batch_size=4) == sizes
+def test_built_in_schedules_grow_when_they_say(function: Callable[[int, int], int], sizes: list[int]) -> None:
+    assert sizes_of(function, start=4) == sizes
 
 
 @pytest.mark.parametrize(
     ("schedule", "arguments", "sentence"),
     [
         (geometric, {"factor": 1}, "`factor` must be at least 2, but is 1 instead."),
-        (geometric, {"factor": 1.5}, "`factor` must be an integer, but is 1.5 instead."),
         (geometric, {"every_epochs": 0}, "`every_epochs` must be at least 1, but is 0 instead."),
         (linear, {"increment": -8}, "`increment` must be at least 0, but is -8 instead."),
         (linear, {"increment": 8, "every_epochs": None}, "`every_epochs` must be an integer, but is None instead."),
@@ -260,14 +50,138 @@ def test_built_in_schedules_grow_when_they_say(function, sizes):
         (at_epochs, {"increases": {"two": 8}}, "`epoch of increases` must be an integer, but is 'two' instead."),
         (at_epochs, {"increases": {-1: 8}}, "`epoch of increases` must be at least 0, but is -1 instead."),
         (at_epochs, {"increases": {2: -8}}, "`increases[2]` must be at least 0, but is -8 instead."),
+        (at_epochs, {"increases": {2: 8, "2": 4}}, "`increases` names epoch 2 twice: {2: 8, '2': 4}."),
         (
-            at_epochs,
-            {"increases": {2: 8, "2": 4}},
-            "`increases` must name epoch 2 once, but is {2: 8, '2': 4} instead.",
+            gradient_noise_scale,
+            {"max_factor": math.nan},
+            "`max_factor` must be above 1 and finite, but is nan instead.",
         ),
+        (gradient_noise_scale, {"max_factor": 1}, "`max_factor` must be above 1 and finite, but is 1 instead."),
+        (gradient_noise_scale, {"smoothing": 1}, "`smoothing` must be in [0, 1), but is 1 instead."),
+        (gradient_noise_scale, {"every_steps": 2.0}, "`every_steps` must be an integer, but is 2.0 instead."),
+        (gradient_noise_scale, {"every_steps": 0}, "`every_steps` must be at least 1, but is 0 instead."),
+        (gradient_noise_scale, {"min_measurements": 0}, "`min_measurements` must be at least 1, but is 0 instead."),
     ],
 )
-def test_bad_argument_of_a_built_in_schedule_is_refused(schedule, arguments, sentence):
-    with pytest.raises(InputError) as caught:
+def test_an_argument_out_of_its_range_is_refused(schedule: Any, arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError) as refused:
         schedule(**arguments)
-    assert str(caught.value) == sentence
+    assert str(refused.value) == sentence
+
+
+# ---- estimates of the noise scale
+
+
+def norms_of(noise_scale: float, *, samples: int = 8) -> GradientNorms:
+    """The exact average norms of windows of ``samples`` if the mean gradient's norm is 1."""
+    small = samples // 2
+    return GradientNorms(small, 1 + noise_scale / small, samples, 1 + noise_scale / samples)
+
+
+def having_observed(noise_scale: float, *, samples: int = 8, **arguments: Any) -> gradient_noise_scale:
+    schedule = gradient_noise_scale(**({"min_measurements": 1} | arguments))
+    schedule.observe(norms_of(noise_scale, samples=samples))
+    return schedule
+
+
+def test_estimates_from_all_pairs_without_replacement_are_those_of_the_unbiased_covariance() -> None:
+    """Exact: over every ordered pair of a few samples, the first of which is the small batch."""
+    few = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    pairs = [few[[one, other]] for one in range(6) for other in range(6) if one != other]
+    measured = [
+        GradientNorms(1, pair[0].square().sum().item(), 2, pair.mean(dim=0).square().sum().item()) for pair in pairs
+    ]
+    trace = few.var(dim=0, correction=1).sum().item()
+    squared_mean = few.mean(dim=0).square().sum().item() - trace / 6
+    assert sum(norms.trace_of_covariance() for norms in measured) / 30 == pytest.approx(trace)
+    assert sum(norms.squared_mean() for norms in measured) / 30 == pytest.approx(squared_mean)
+
+
+@properties
+@given(squared_mean=st.floats(0.01, 100), trace=st.floats(0, 100), small=st.integers(1, 50), more=st.integers(1, 200))
+def test_average_norms_yield_the_mean_and_covariance_that_they_were_computed_from(
+    squared_mean: float, trace: float, small: int, more: int
+) -> None:
+    samples = small + more
+    norms = GradientNorms(small, squared_mean + trace / small, samples, squared_mean + trace / samples)
+    assert norms.squared_mean() == pytest.approx(squared_mean, rel=1e-6, abs=1e-9)
+    assert norms.trace_of_covariance() == pytest.approx(trace, rel=1e-6, abs=1e-6 * squared_mean * samples)
+
+
+def test_weights_fall_by_the_smoothing_from_one_measurement_to_the_one_before_it() -> None:
+    schedule = having_observed(40.0, smoothing=0.75)
+    schedule.observe(norms_of(10.0))
+    assert schedule.noise_scale == pytest.approx((10 + 0.75 * 40) / 1.75)
+
+
+# ---- growth toward the noise scale
+
+
+@properties
+@given(
+    noise_scale=st.floats(0, 5000),
+    samples=st.integers(2, 256),
+    shares=st.integers(1, 8),
+    measured_samples=st.integers(2, 256),
+    max_factor=st.floats(1.01, 16),
+)
+def test_the_batch_grows_as_far_as_it_may_toward_the_noise_scale(
+    noise_scale: float, samples: int, shares: int, measured_samples: int, max_factor: float
+) -> None:
+    """``current_batch_size`` counts the samples of one rank and micro-step, of which a step has several shares.
+
+    The step that was measured may have been of another size.
+    """
+    schedule = having_observed(noise_scale, samples=measured_samples, max_factor=max_factor)
+    schedule.samples_per_unit = shares
+    increase = schedule(1, samples)
+    most = max(max_factor * samples, samples + 1)
+    least, largest = (max(samples, math.floor(min(noise_scale / shares * by, most))) for by in (1 - 1e-6, 1 + 1e-6))
+    assert isinstance(increase, int)
+    assert least <= samples + increase <= largest
+
+
+@pytest.mark.parametrize(
+    ("norms", "noise_scale", "increase"),
+    [
+        (GradientNorms(4, 2.0, 8, 1.0), math.inf, 16),  # the mean is not above 0: by the largest factor
+        (GradientNorms(4, 1.5, 8, 0.5), math.inf, 16),
+        (GradientNorms(4, 1.0, 8, 1.5), 0, 0),  # by chance, the covariance is below 0
+        (GradientNorms(4, math.nan, 8, math.nan), None, 0),  # what is not finite is skipped
+        (GradientNorms(4, math.inf, 8, math.inf), None, 0),
+    ],
+)
+def test_norms_that_give_no_finite_noise_scale_are_understood(
+    norms: GradientNorms, noise_scale: float | None, increase: int
+) -> None:
+    schedule = gradient_noise_scale(max_factor=3, min_measurements=1)
+    schedule.observe(norms)
+    assert (schedule.noise_scale, schedule(1, 8)) == (noise_scale, increase)
+
+
+def test_the_batch_stays_until_enough_measurements_are_made() -> None:
+    schedule = gradient_noise_scale(min_measurements=3)
+    assert (schedule.noise_scale, schedule.figures()) == (None, {})
+    increases = [schedule(0, 8)]
+    for _ in range(3):
+        schedule.observe(norms_of(1000.0))
+        increases.append(schedule(1, 8))
+    assert increases == [0, 0, 0, 8]
+    assert schedule.figures() == {"gradient_noise_scale": pytest.approx(1000)}
+
+
+@properties
+@given(scales=st.lists(st.floats(0.1, 1000), max_size=12), saved_after=st.integers(0, 12))
+def test_a_schedule_resumed_from_json_continues_like_an_uninterrupted_one(
+    scales: list[float], saved_after: int
+) -> None:
+    uninterrupted, interrupted, resumed = gradient_noise_scale(), gradient_noise_scale(), gradient_noise_scale()
+    for scale in scales[:saved_after]:
+        interrupted.observe(norms_of(scale))
+    resumed.load_state_dict(json.loads(json.dumps(interrupted.state_dict())))
+    for scale in scales:
+        uninterrupted.observe(norms_of(scale))
+    for scale in scales[saved_after:]:
+        resumed.observe(norms_of(scale))
+    assert resumed(3, 64) == uninterrupted(3, 64)
+    assert resumed.state_dict() == uninterrupted.state_dict()

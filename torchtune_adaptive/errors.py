@@ -167,9 +167,7 @@ def require_working_directory() -> str:
     try:
         return os.getcwd()
     except OSError as error:
-        raise InputError(
-            f"The working directory must exist, but {quote(os.environ.get('PWD', '.'))} has been deleted."
-        ) from error
+        raise InputError(f"The working directory {quote(os.environ.get('PWD', '.'))} has been deleted.") from error
 
 
 def did_you_mean(value: object, named: Mapping[str, str]) -> str:

@@ -62,9 +62,7 @@ def writing(name: str, path: Path, *, kind: str = "file") -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or reason_of(error)
-        raise InputError(
-            f"`{name}` must be a {kind} that can be written, but is {quote(str(path))}: {reason}."
-        ) from error
+        raise InputError(f"`{name}` cannot be written: {kind} {quote(str(path))}: {reason}.") from error
 
 
 def sync(path: Path) -> None:

@@ -1,11 +1,11 @@
 """The only reader of our config keys."""
 
-import difflib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -21,18 +21,15 @@ from torchtune_adaptive.errors import (
     require_integer,
     require_one_of,
 )
+from torchtune_adaptive.increase_function import BatchIncreaseFunction, load_function
+from torchtune_adaptive.schedule import MeasuredSchedule
 from torchtune_adaptive.text import parse_memory
-from torchtune_adaptive.training.batch.increase_function import BatchIncreaseFunction, check_function, load_function
-from torchtune_adaptive.training.batch.noise_scale import MeasuredSchedule
 
 LearningRateScaling: TypeAlias = Literal["none", "sqrt", "linear"]
 Objective: TypeAlias = Literal["memory", "throughput"]
 
-# How alike (difflib ratio) an unknown top-level key must be to one of these to be taken for a typo: high
-# enough for a config's other keys (`adapter`, `forward_batch_size`) to pass.
-_LIKENESS = {"use_maximum_batch_size": 0.8, "batch_increase_function": 0.75, "adaptive": 0.85}
-_POSITIVE = ("seq_len", "max_images", "global_batch_size", "save_every_n_steps", "keep_last_n_checkpoints")
-_FLAGS = ("use_maximum_batch_size", "oom_recovery", "save_in_background", "search_only")
+TOP_LEVEL_KEYS = ("use_maximum_batch_size", "batch_increase_function", "adaptive")
+_OF_SEARCH = tuple(one.name for one in fields(SearchOptions))
 
 
 def _one_of(words: tuple[str, ...]) -> str:
@@ -48,14 +45,14 @@ def named_by_path() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise type(error)(_BLOCK_KEY.sub(r"`adaptive.\1`", str(error))) from error
+        raise type(error)(_BLOCK_KEY.sub("`adaptive.", str(error))) from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveSettings:
     """What the user asks for, checked.
 
-    `CONFIG_KEYS` has the descriptions by the keys' paths in a config.
+    A setting's annotation says which values it may have, and describes it. `CONFIG_KEYS` has them by their paths.
 
     Raises:
         InputError: a value is out of its range or of another type, or contradicts another; the sentence quotes it.
@@ -71,13 +68,13 @@ class AdaptiveSettings:
         BatchIncreaseFunction | None,
         "f(epoch, batch_size) -> increment: a dotted path, or a _component_ with arguments",
     ] = None
-    strategy: Annotated[Strategy, f"how to search: {_one_of(STRATEGIES)}"] = "linear_extrapolation"
+    strategy: Annotated[Strategy, f"how to search: {_one_of(STRATEGIES)}"] = SearchOptions.strategy
     power_of_two: Annotated[bool, "round the size found down to a power of two"] = True
     max_batch_size: Annotated[int | None, "the largest size to try; null: as many samples as a step can have"] = None
     memory_limit_bytes: Annotated[
         int | None, "per rank, as in 80GiB, or bytes; null: what the device has (a search on a CPU needs one)"
     ] = None
-    margin: Annotated[float, "fraction of the memory limit that a search keeps free"] = 0.05
+    margin: Annotated[float, "fraction of the memory limit that a search keeps free"] = SearchOptions.margin
     seq_len: Annotated[int | None, "tokens per row of a search's test steps; null: the longest row there can be"] = None
     max_images: Annotated[int | None, "images per row of a search's test steps; null: the most of a sample"] = None
     oom_recovery: Annotated[bool, "out of memory in training: repeat the step with smaller micro-batches"] = True
@@ -105,60 +102,44 @@ class AdaptiveSettings:
     search_only: Annotated[bool, "end after the search, and write a config with its result to output_dir"] = False
 
     def __post_init__(self) -> None:
-        for name in _FLAGS:
-            require_bool(name, getattr(self, name))
-        require_one_of("lr_scaling", self.lr_scaling, get_args(LearningRateScaling))
-        require_one_of("objective", self.objective, get_args(Objective))
-        for name in _POSITIVE:
-            if getattr(self, name) is not None:
-                require_integer(name, getattr(self, name), minimum=1)
-        if self.max_tokens_per_micro_batch not in (None, "auto"):
-            _require_integer_or("null, auto", "max_tokens_per_micro_batch", self.max_tokens_per_micro_batch)
-        if self.growth_limit not in ("memory", "none"):
-            _require_integer_or("memory, none", "growth_limit", self.growth_limit)
         _ = self.search_options  # checks these
-        if self.batch_increase_function is not None:
-            check_function(self.batch_increase_function)
+        for one in fields(self):
+            if one.name not in _OF_SEARCH:
+                _check(one.name, getattr(self, one.name), get_args(one.type)[0])
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
         grows = self.batch_increase_function is not None
         if grows and self.global_batch_size is not None and self.growth_limit == "memory":
             raise InputError(
-                "`growth_limit` must be none or a number where `global_batch_size` grows, because memory bounds its"
-                " micro-batches alone, but is memory instead."
+                "A growing `global_batch_size` needs `growth_limit: none` or a number: `memory` bounds only its"
+                " micro-batches."
             )
         if self.objective == "throughput" and not self.use_maximum_batch_size:
-            raise InputError(
-                "`use_maximum_batch_size` must be True for the objective throughput, which chooses among the sizes"
-                " that a search found, but is False instead."
-            )
+            raise InputError("`objective: throughput` needs `use_maximum_batch_size: True`.")
         if self.objective == "throughput" and self.max_tokens_per_micro_batch == "auto":
-            raise InputError(
-                "`objective` must be memory where `max_tokens_per_micro_batch` is auto, but is throughput instead."
-            )
+            raise InputError("`objective: throughput` cannot be combined with `max_tokens_per_micro_batch: auto`.")
         if not self.search_only:
             return
         # What the values of keys in a config could not say of a search's result.
         if grows:
             raise InputError(
-                "`batch_increase_function` must be null with `search_only`, because a run whose batch grows searches"
-                f" for its own bound, but is {quote(self.batch_increase_function)} instead."
+                "`search_only: True` cannot be combined with a `batch_increase_function`: its run searches for its own"
+                " bound."
             )
         if not self.searches:
             raise InputError(
-                "`use_maximum_batch_size` must be True with `search_only`, or `max_tokens_per_micro_batch` auto,"
-                " but is False instead."
+                "`search_only: True` needs `use_maximum_batch_size: True` or `max_tokens_per_micro_batch: auto`."
             )
         if self.use_maximum_batch_size and self.lr_scaling != "none":
             raise InputError(
-                "`lr_scaling` must be none with `search_only`, because it scales from the `batch_size` that the search"
-                f" replaces, but is {self.lr_scaling} instead."
+                f"`search_only: True` cannot be combined with `lr_scaling: {self.lr_scaling}`, which scales from the"
+                " `batch_size` that the search replaces."
             )
         if self.global_batch_size is not None and isinstance(self.max_tokens_per_micro_batch, int):
             raise InputError(
-                "`max_tokens_per_micro_batch` must be null or auto with `search_only` and `global_batch_size`,"
-                f" because nothing is left to search for, but is {self.max_tokens_per_micro_batch} instead."
+                "`search_only: True` has nothing to search for with `global_batch_size` and"
+                f" `max_tokens_per_micro_batch: {self.max_tokens_per_micro_batch}`."
             )
 
     @classmethod
@@ -169,13 +150,12 @@ class AdaptiveSettings:
         A `batch_increase_function` given by its path is imported; the working directory is searched for it last.
 
         Raises:
-            InputError: an unknown or misspelt key, a value out of its range, or a function that cannot be used.
+            InputError: an unknown key of `adaptive`, a value out of its range, or a function that cannot be used.
 
         >>> AdaptiveSettings.from_cfg(OmegaConf.create({"adaptive": {"memory_limit": "1KiB"}})).memory_limit_bytes
         1024
         """
-        _refuse_misplaced_keys(cfg)
-        values = {key: _read(cfg, key) for key in map(str, cfg) if key in _LIKENESS}
+        values = {key: _read(cfg, key) for key in TOP_LEVEL_KEYS if key in cfg}
         values |= _checked_block(values.pop("adaptive", None))
         limit = values.pop("memory_limit", None)
         values["memory_limit_bytes"] = None if limit is None else parse_memory(limit)
@@ -185,13 +165,7 @@ class AdaptiveSettings:
     @property
     def search_options(self) -> SearchOptions:
         """How a search is to be done."""
-        return SearchOptions(
-            strategy=self.strategy,
-            power_of_two=self.power_of_two,
-            margin=self.margin,
-            memory_limit_bytes=self.memory_limit_bytes,
-            max_batch_size=self.max_batch_size,
-        )
+        return SearchOptions(**{name: getattr(self, name) for name in _OF_SEARCH})
 
     @property
     def cuts_samples(self) -> bool:
@@ -246,33 +220,14 @@ def _config_keys() -> Iterator[ConfigKey]:
     for one in fields(AdaptiveSettings):
         _, description = get_args(one.type)
         # The settings' own names but for the limit, which has a unit in the config.
-        path = one.name if one.name in _LIKENESS else f"adaptive.{one.name.removesuffix('_bytes')}"
+        path = one.name if one.name in TOP_LEVEL_KEYS else f"adaptive.{one.name.removesuffix('_bytes')}"
         yield ConfigKey(path, one.default, description)
 
 
 CONFIG_KEYS = tuple(_config_keys())
 BLOCK_KEYS = tuple(key.name for key in CONFIG_KEYS if key.path != key.name)
 _PLACES = {key.name: key.path for key in CONFIG_KEYS}
-_BLOCK_KEY = re.compile(f"`({'|'.join(BLOCK_KEYS)})`")
-
-
-def unread_key(key: str, *, meant: str) -> InputError:
-    """The error for a top-level ``key`` of a config that no recipe reads."""
-    return InputError(
-        f"A top-level key must be one that the recipe reads, but is {quote(key)} instead; did you mean `{meant}`?"
-    )
-
-
-def _refuse_misplaced_keys(cfg: DictConfig) -> None:
-    """Refuse top-level keys that are meant for us but misspelt or misplaced. Any other key belongs to torchtune."""
-    for key in cfg:
-        name = str(key).lower().replace("-", "_")
-        ratios = {known: difflib.SequenceMatcher(None, name, known).ratio() for known in _LIKENESS}
-        alike = [known for known in ratios if ratios[known] >= _LIKENESS[known]]
-        if name in BLOCK_KEYS and name != "seq_len":  # a plain name, which configs use for their interpolations
-            alike = [f"adaptive.{name}"]
-        if alike and key not in _LIKENESS:
-            raise unread_key(str(key), meant=alike[0])
+_BLOCK_KEY = re.compile(f"`(?=(?:{'|'.join(BLOCK_KEYS)})[`:])")  # as in `margin` and `margin: 0.1`
 
 
 def _checked_block(block: object) -> dict[str, Any]:
@@ -283,16 +238,27 @@ def _checked_block(block: object) -> dict[str, Any]:
     for key in block:
         if key not in BLOCK_KEYS:
             hint = did_you_mean(key, _PLACES)
-            raise InputError(
-                f"A key of `adaptive` must be one of {', '.join(BLOCK_KEYS)}, but is {quote(key)} instead{hint}"
-            )
+            known = f", only {', '.join(BLOCK_KEYS)}." if hint == "." else hint
+            raise InputError(f"`adaptive` has no key {quote(key)}{known}")
     return block
 
 
-def _require_integer_or(words: str, name: str, value: object) -> None:
-    if as_integer(value) is None:
-        raise InputError(f"`{name}` must be {words} or an integer, but is {quote(value)} instead.")
-    require_integer(name, value, minimum=1)
+def _check(name: str, value: object, kind: Any) -> None:
+    """Check the value of a setting of this ``kind``: True or False, or words, null and integers from 1 up."""
+    kinds = (kind,) if get_origin(kind) is Literal else get_args(kind) or (kind,)
+    words = tuple(word for one in kinds if get_origin(one) is Literal for word in get_args(one))
+    if value is None and NoneType in kinds:
+        return
+    if kind is bool:
+        require_bool(name, value)
+    elif int not in kinds:
+        if words:
+            require_one_of(name, value, words)
+    elif value not in words:
+        if words and as_integer(value) is None:
+            others = ("null", *words) if NoneType in kinds else words
+            raise InputError(f"`{name}` must be {', '.join(others)} or an integer, but is {quote(value)} instead.")
+        require_integer(name, value, minimum=1)
 
 
 def _read(cfg: DictConfig, key: str) -> Any:
@@ -300,4 +266,4 @@ def _read(cfg: DictConfig, key: str) -> Any:
         node = cfg[key]
         return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
-        raise InputError(f"`{key}` must have a value, but has none: {reason_of(error)}.") from error
+        raise InputError(f"`{key}` has no value: {reason_of(error)}.") from error

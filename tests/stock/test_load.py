@@ -69,7 +69,7 @@ def test_a_group_that_cannot_start_is_refused_with_what_the_environment_says(
     variables: dict[str, str], reason: str
 ) -> None:
     said = run_alone(refused_group, variables)
-    assert said.startswith(f"The ranks must be able to connect, but with {str(variables)[:-1]}")
+    assert said.startswith(f"The ranks cannot connect with {str(variables)[:-1]}")
     assert said.endswith(reason)
     assert "\n" not in said
 
@@ -82,7 +82,7 @@ def test_a_recipes_own_group_that_cannot_start_is_refused(
 
     monkeypatch.setattr("torchtune_adaptive.stock.recipe.Consensus", refuse)
     cfg = tiny_config("full_single", tiny_dir, tmp_path)
-    with pytest.raises(InputError, match=r"The ranks must be able to connect, but .*Connection closed by peer"):
+    with pytest.raises(InputError, match=r"The ranks cannot connect with .*Connection closed by peer"):
         adaptive_recipe("full_single")(cfg)
 
 
@@ -96,7 +96,7 @@ def test_a_component_that_would_end_the_process_is_an_error_with_its_place(ended
     with pytest.raises(InputError) as refused, setting_up():
         raise ended_by
     said = str(refused.value)
-    assert said.startswith(f"The config must be one that its recipe can set up, but failed: {type(ended_by).__name__}")
+    assert said.startswith(f"The recipe cannot be set up: {type(ended_by).__name__}")
     assert said.count("(test_load.py, line ") == 1
 
 
@@ -116,7 +116,7 @@ def test_deleting_a_partly_created_component_prints_nothing(monkeypatch: pytest.
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
     with pytest.raises(InputError) as refused, setting_up():
         Logger("/no/such/file")
-    assert str(refused.value).startswith("The config must be one that its recipe can set up, but failed: FileNotFound")
+    assert str(refused.value).startswith("The recipe cannot be set up: FileNotFound")
     refused.value.__cause__ = None
     assert printed == []
     assert sys.unraisablehook == printed.append
@@ -133,6 +133,6 @@ def test_a_block_that_torchtune_cannot_create_is_named_with_its_values() -> None
     with pytest.raises(InputError) as refused, setting_up():
         config.instantiate(cfg.metric_logger)
     assert str(refused.value).startswith(
-        "`metric_logger` must be one that can be created, but failed with {'_component_': "
-        "'tests.stock.test_load.Logger', 'path': '/no/such/file'}: FileNotFoundError: "
+        "`metric_logger` cannot be created from {'_component_': 'tests.stock.test_load.Logger',"
+        " 'path': '/no/such/file'}: FileNotFoundError: "
     )

@@ -63,7 +63,7 @@ def test_an_empty_data_set_is_refused_and_another_is_passed_on(wrap: Any) -> Non
     empty_recipe = _Recipe.__new__(_Recipe)
     full = wrap(SimpleNamespace(dataset=[1]))
     assert empty_recipe._setup_data(full) is full
-    with pytest.raises(InputError, match="`dataset` must have samples, but has 0"):
+    with pytest.raises(InputError, match=r"^`dataset` has no samples\.$"):
         empty_recipe._setup_data(wrap(SimpleNamespace(dataset=[])))
 
 

@@ -6,10 +6,7 @@ import sys
 import pytest
 
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys({missing!r})); "
-SENTENCE = (
-    "{program}: The recipes and `tune-adaptive` need packages that are not installed ({missing}):"
-    " `pip install 'torchtune-adaptive[torchtune]'` installs them.\n"
-)
+SENTENCE = "{program}: Not installed: {missing}; `pip install 'torchtune-adaptive[torchtune]'` adds what is missing.\n"
 PROGRAMS = {
     "recipe": "import runpy; runpy.run_module('adaptive_full_finetune_distributed', run_name='__main__')",
     "tune-adaptive": "from torchtune_adaptive.cli import main; main()",

@@ -106,13 +106,16 @@ def test_a_new_run_starts_at_the_beginning_even_with_checkpoints_of_epochs(run: 
     assert run.find(wanted) is None
 
 
-def test_a_new_run_is_refused_where_it_would_lose_checkpoints_of_steps(run: Run) -> None:
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_new_run_is_refused_where_it_would_lose_checkpoints_of_steps(run: Run, is_damaged: bool) -> None:
     run.save("step_5", epochs_run=0)
     path = run.save("step_6", epochs_run=0)
     run.save("epoch_0", epochs_run=1)
+    if is_damaged:
+        (path / STATE_NAME).write_text("{")
     assert run.refusal(False) == (
-        f"`resume_from_checkpoint` must be True or auto if '{path}' exists, which a new run would overwrite,"
-        " but is False instead."
+        f"With `resume_from_checkpoint: False` a new run would overwrite '{path}': set it to True or auto, or"
+        " `output_dir` to a new folder."
     )
 
 
@@ -135,8 +138,8 @@ def test_without_a_checkpoint_auto_starts_a_new_run_and_true_is_refused(run: Run
     assert [path.name for path in run.folder.path.iterdir()] == [LOCK_NAME]
     assert run.find("auto", enable_async_checkpointing=True) is None
     assert run.refusal(True) == (
-        "`resume_from_checkpoint` must be False or auto if there is no complete checkpoint,"
-        f" as in {str(run.folder.path)!r}, but is True instead."
+        f"`resume_from_checkpoint: True` finds no complete checkpoint in {str(run.folder.path)!r}; auto would start a"
+        " new run."
     )
 
 
@@ -145,8 +148,8 @@ def test_a_torn_checkpoint_is_not_the_latest_and_is_refused_by_its_path(run: Run
     path = run.save("epoch_0", epochs_run=1, with_recipe_state=True)
     (path / RECIPE_STATE_NAME).write_text("")
     assert run.name_of(True) == "step_5"
-    assert run.refusal(str(path)).startswith(f"{path / RECIPE_STATE_NAME} must have ")
-    assert run.refusal(str(run.folder.path)).startswith(f"{run.folder.path / 'adaptive_state.json'} must be ")
+    assert run.refusal(str(path)).startswith(f"{path / RECIPE_STATE_NAME} ")
+    assert run.refusal(str(run.folder.path)).startswith(f"{run.folder.path / 'adaptive_state.json'} ")
 
 
 def test_an_epoch_without_optimizer_state_is_skipped_for_the_latest_checkpoint_that_has_it(run: Run) -> None:
@@ -170,15 +173,9 @@ def test_a_run_is_refused_where_it_would_overwrite_checkpoints_that_cannot_be_re
         state = path / "adaptive_state.json"
         state.write_text(state.read_text().replace('"global_step"', '"field_of_tomorrow"'))
     assert run.refusal(wanted) == (
-        f"`output_dir` must be a new folder if no checkpoint of its latest run can be resumed, but '{path}' exists,"
-        " which a new run would overwrite."
+        f"No checkpoint of the latest run can be resumed, and a new run would overwrite '{path}': set `output_dir` to a"
+        " new folder."
     )
-
-
-def test_a_new_run_is_refused_where_it_would_lose_a_damaged_checkpoint_of_a_step(run: Run) -> None:
-    path = run.save("step_7", epochs_run=0)
-    (path / "adaptive_state.json").write_text("{")
-    assert f"'{path}' exists" in run.refusal(False)
 
 
 @pytest.mark.parametrize("wanted", [True, "auto"])
@@ -221,8 +218,8 @@ def test_an_older_run_in_the_same_folder_is_never_resumed(
     path = run.save("epoch_0", epochs_run=1)
     caplog.clear()
     refusal = (
-        "`output_dir` must be a new folder if no checkpoint of its latest run can be resumed, but"
-        f" '{run.folder.path}/epoch_2' exists, which a new run would overwrite."
+        "No checkpoint of the latest run can be resumed, and a new run would overwrite"
+        f" '{run.folder.path}/epoch_2': set `output_dir` to a new folder."
     )
     assert run.refusal(wanted) == refusal
     skipped = f"{run.folder.path}/epoch_1, {run.folder.path}/epoch_2"
@@ -241,7 +238,7 @@ def test_a_run_that_was_killed_before_it_saved_is_not_taken_for_the_one_before_i
     run.save("epoch_3", epochs_run=EPOCHS, with_recipe_state=True, run=OTHER)
     run.folder.lock()
     run.folder.claim("of the killed run")
-    assert "must be a new folder" in run.refusal(wanted)
+    assert "a new run would overwrite" in run.refusal(wanted)
     assert run.find(False) is None
     run.folder.claim(OTHER.id)
     assert run.name_of(wanted) == "epoch_3"
@@ -253,7 +250,7 @@ def test_torchtunes_run_before_this_one_is_never_resumed(run: Run, wanted: Any) 
     stock = stock_checkpoint(run.folder.path, in_background=False)
     assert stock is not None
     run.save("epoch_0", epochs_run=1, run=RunIdentity("1f3a", "full_finetune", stock_before=content_digest(stock)))
-    assert "must be a new folder" in run.refusal(wanted)
+    assert "a new run would overwrite" in run.refusal(wanted)
     torch.save({training.EPOCHS_KEY: 3, "later": 1}, run.folder.path / "recipe_state" / "recipe_state.pt")
     found = run.find(wanted)  # torchtune has continued
     assert found is not None
@@ -313,7 +310,7 @@ def test_a_checkpoint_whose_content_has_changed_is_skipped_with_the_files_name(
 
 def test_a_checkpoint_of_another_method_is_refused(run: Run) -> None:
     path = run.save("step_5", epochs_run=0, run=RunIdentity("1f3a", "lora_finetune"))
-    refusal = f"`resume_from_checkpoint` must be a checkpoint of full_finetune, but '{path}' is of lora_finetune."
+    refusal = f"`resume_from_checkpoint` needs a checkpoint of full_finetune, but '{path}' is of lora_finetune."
     assert [run.refusal(wanted) for wanted in (True, "auto", str(path))] == [refusal] * 3
 
 
@@ -327,42 +324,31 @@ def test_torchtunes_checkpoint_with_adapters_is_refused_by_a_recipe_without(run:
 # ---- a checkpoint by its path
 
 
-def test_a_checkpoint_is_what_its_content_says_under_any_name(run: Run, tmp_path: Path) -> None:
+def test_a_checkpoint_is_what_its_content_says_under_any_name_and_in_any_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = run.save("step_5", epochs_run=0)
     epoch = run.save("epoch_0", epochs_run=1, with_recipe_state=True)
+    run.save("step_6", epochs_run=1)
     (tmp_path / "link").symlink_to(step)
     for name, path in (("copy", step), ("epoch_7_copy", step), ("step_9", epoch), ("best", epoch)):
         shutil.copytree(path, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
     elsewhere = Run(tmp_path / "elsewhere")
-    for name in ("link", "copy", "epoch_7_copy", "step_9", "best"):
-        found = elsewhere.find(str(tmp_path / name))
-        assert found is not None
-        assert (found.path.name, found.is_of_step) == (name, name not in ("step_9", "best"))
+    for path in (step, epoch, Path("run/step_5"), *map(Path, ("link", "copy", "epoch_7_copy", "step_9", "best"))):
+        for one in (run, elsewhere):
+            found = one.find(str(path))
+            assert found is not None
+            assert found.path == path
+            assert found.is_of_step == (path.name not in ("epoch_0", "step_9", "best"))
+            assert found.is_of_step or found.recipe_state == path / RECIPE_STATE_NAME
 
 
 def test_torchtunes_checkpoint_may_be_named_by_its_path(run: Run, tmp_path: Path) -> None:
     save_by_stock(tmp_path / "stock", epochs_run=2)
     path = tmp_path / "stock" / "epoch_1"
     assert run.find(str(path)) == Checkpoint(path, 0, None, 2, tmp_path / "stock" / "recipe_state" / "recipe_state.pt")
-    assert run.refusal(str(tmp_path / "stock" / "epoch_0")).startswith(
-        f"{tmp_path}/stock/epoch_0/adaptive_state.json must"
-    )
-
-
-def test_a_checkpoint_may_be_named_by_its_path_whatever_else_there_is(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("step_5", "step_6"):
-        run.save(name, epochs_run=0)
-    run.save("epoch_0", epochs_run=1, with_recipe_state=True)
-    assert run.name_of(str(run.folder.path / "step_5")) == "step_5"
-    monkeypatch.chdir(run.folder.path.parent)
-    assert run.name_of("run/step_5") == "step_5"
-    elsewhere = Run(tmp_path / "elsewhere")
-    found = elsewhere.find(str(run.folder.path / "epoch_0"))
-    assert found is not None
-    assert found.path == run.folder.path / "epoch_0"
-    assert found.recipe_state == run.folder.path / "epoch_0" / RECIPE_STATE_NAME
+    assert run.refusal(str(tmp_path / "stock" / "epoch_0")).startswith(f"{tmp_path}/stock/epoch_0/adaptive_state.json ")
 
 
 @pytest.mark.parametrize("old", ["step", "epoch"])
@@ -382,8 +368,8 @@ def test_the_latest_checkpoint_is_that_of_the_last_run_also_beside_later_ones_of
 def test_a_checkpoint_without_optimizer_state_cannot_be_resumed(run: Run) -> None:
     path = str(run.save("epoch_3", epochs_run=4))
     assert run.refusal(path) == (
-        "`resume_from_checkpoint` must be a checkpoint with optimizer state (not one after the last epoch, nor one"
-        f" followed by a later epoch), but is {path!r} instead."
+        f"`resume_from_checkpoint` needs optimizer state, which {path!r} lacks, as do the last epoch and any that a"
+        " later one follows."
     )
 
 

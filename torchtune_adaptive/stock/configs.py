@@ -8,7 +8,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
+from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.stock.installed import config_dir, stock_config_path
 
 # Stock recipes with an adaptive version, without "_distributed" and "_single_device".
@@ -43,7 +43,7 @@ def config_of(arguments: Sequence[str]) -> DictConfig | None:
         InputError: the config does not exist, or an override cannot be applied.
     """
     if "--config" not in arguments or arguments[-1] == "--config":
-        raise InputError("`--config` must be followed by the name or path of a config, but is missing.")
+        raise InputError("`--config` needs the name or path of a config.")
     place = arguments.index("--config")
     overrides = [*arguments[:place], *arguments[place + 2 :]]
     return load_config(arguments[place + 1], overrides) if _HELP.isdisjoint(overrides) else None
@@ -69,12 +69,12 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
         if not all(isinstance(key, str) for key in content):
             raise TypeError("keys must be words")
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"`--config` must be a config, but {str(path)!r} is not: {reason_of(error)}.") from error
+        raise InputError(f"`--config` {str(path)!r} is not a config: {reason_of(error)}.") from error
     try:
         return _overridden(content, overrides)
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:
         given = quote(" ".join(overrides))
-        raise InputError(f"Overrides must fit the config, but {given} do not: {reason_of(error)}.") from error
+        raise InputError(f"Overrides {given} do not fit the config: {reason_of(error)}.") from error
 
 
 def resolved(cfg: DictConfig) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     try:
         content: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise InputError(f"The config must be complete, but is not: {reason_of(error)}.") from error
+        raise InputError(f"The config is not complete: {reason_of(error)}.") from error
     return content
 
 
@@ -114,18 +114,13 @@ def is_lora(cfg: DictConfig) -> bool:
     return isinstance(cfg.get("model"), DictConfig) and "lora_attn_modules" in cfg.model
 
 
-def is_ppo(cfg: DictConfig) -> bool:
-    """Whether ``cfg`` is for PPO."""
-    return _component(cfg, "loss") == "torchtune.rlhf.loss.PPOLoss"
-
-
 def data_parallel_ranks(cfg: DictConfig, ranks: int) -> int:
     """The number of ranks with different samples. Only full finetuning has tensor parallelism.
 
     Raises:
         InputError: ``tensor_parallel_dim`` does not divide the number of ``ranks``.
     """
-    dim = require_integer("tensor_parallel_dim", cfg.get("tensor_parallel_dim", 1), minimum=1)
+    dim = cfg.get("tensor_parallel_dim", 1)
     if dim == 1 or method_of(cfg) != "full_finetune":
         return ranks
     if ranks % dim:
@@ -148,22 +143,17 @@ def method_of(cfg: DictConfig) -> Method:
         raise InputError(f"`loss` must be one of finetuning, distillation or DPO, but is {quote(loss)} instead.")
     for key in _EARLY_EXIT:
         if cfg.get(key) is not None:
-            value = quote(cfg[key])
-            raise InputError(
-                f"`{key}` must be null, because no adaptive recipe supports early exits, but is {value} instead."
-            )
+            raise InputError(f"No adaptive recipe supports early exits: `{key}` is {quote(cfg[key])}.")
     for key in ("model", "optimizer", "loss"):
         if cfg.get(key) is None:
-            keys = "`model`, `optimizer` and `loss`"
-            raise InputError(f"The config must be a training config, with {keys}, but has no `{key}`.")
+            raise InputError(f"The config has no `{key}`, which training needs.")
     if cfg.get("teacher_model") is not None:
         if not is_lora(cfg):
-            model = quote(_component(cfg, "model"))
-            raise InputError(f"`model` must be a LoRA model if there is a `teacher_model`, but is {model} instead.")
+            raise InputError(f"A `teacher_model` needs a LoRA `model`, not {quote(_component(cfg, 'model'))}.")
         return "knowledge_distillation"
     if loss in _DPO_LOSSES:
         if not is_lora(cfg) and cfg.get("ref_checkpointer") is None:
-            raise InputError("`ref_checkpointer` must be set for DPO without LoRA, but is missing.")
+            raise InputError("DPO without LoRA needs a `ref_checkpointer`.")
         return "lora_dpo" if is_lora(cfg) else "full_dpo"
     if cfg.get("quantizer") is not None:
         return "qat_lora_finetune" if is_lora(cfg) else "qat"
@@ -216,7 +206,7 @@ def _readable_path(name: str) -> Path:
         raise InputError(f"`--config` must be the name or path of a config, but is {name!r}.") from error
     except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:  # ValueError: not text, or not a path
         shown = quote(str(path))
-        raise InputError(f"`--config` must be a YAML file, but {shown} is not: {reason_of(error)}.") from error
+        raise InputError(f"`--config` {shown} is not a YAML file: {reason_of(error)}.") from error
     if not isinstance(content, dict):
         raise InputError(f"`--config` must be a YAML mapping, but {str(path)!r} holds {type(content).__name__}.")
     return path

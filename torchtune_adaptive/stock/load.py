@@ -77,7 +77,7 @@ def connecting() -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as error:
         given = quote({name: os.environ[name] for name in _ADDRESSES if name in os.environ})
-        raise InputError(f"The ranks must be able to connect, but with {given} cannot: {reason_of(error)}.") from error
+        raise InputError(f"The ranks cannot connect with {given}: {reason_of(error)}.") from error
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def with_samples(data: Any) -> Any:
     """
     loader = data[-1] if isinstance(data, tuple) else data
     if len(loader.dataset) == 0:
-        raise InputError("`dataset` must have samples, but has 0.")
+        raise InputError("`dataset` has no samples.")
     return data
 
 
@@ -119,9 +119,9 @@ def _cannot_set_up(error: BaseException) -> InputError:
             block = frame.f_locals["config"]
             if isinstance(block, DictConfig):
                 values, name = quote(OmegaConf.to_container(block)), block._get_full_key(None)
-                return InputError(f"`{name}` must be one that can be created, but failed with {values}: {reason}.")
+                return InputError(f"`{name}` cannot be created from {values}: {reason}.")
             break
-    return InputError(f"The config must be one that its recipe can set up, but failed: {reason}.")
+    return InputError(f"The recipe cannot be set up: {reason}.")
 
 
 def _free_quietly(error: BaseException) -> None:

@@ -101,9 +101,9 @@ def find_checkpoint(
 
     while (checkpoint := consensus.ask_rank_zero(find)) is not None:
         path = checkpoint.path.absolute()
-        unseen = "" if path.is_dir() else f"on rank {consensus.rank} there is no {str(path)!r}."
+        unseen = "" if path.is_dir() else f"rank {consensus.rank} does not see {str(path)!r}."
         if unseen := consensus.first_reason(unseen):
-            raise InputError(f"`resume_from_checkpoint` must be a checkpoint that all nodes see, but {unseen}")
+            raise InputError(f"All nodes must see the checkpoint of `resume_from_checkpoint`, but {unseen}")
         if not (change := changed_file(checkpoint, consensus)):
             _check_method(checkpoint, method)
             break
@@ -143,8 +143,8 @@ def _check_no_steps(folder: CheckpointFolder, wanted: object) -> None:
     """Refuse a new run where it would mix its checkpoints of steps with others."""
     if steps := [path for path in folder.paths() if path.name.startswith("step_")]:
         raise InputError(
-            f"`resume_from_checkpoint` must be True or auto if {str(steps[-1])!r} exists, which a new run would"
-            f" overwrite, but is {quote(wanted)} instead."
+            f"With `resume_from_checkpoint: {wanted}` a new run would overwrite {str(steps[-1])!r}: set it to True or"
+            " auto, or `output_dir` to a new folder."
         )
 
 
@@ -182,13 +182,13 @@ class _Found:
             log.warning(f"Skipped checkpoints of another run than the latest: {', '.join(others)}")
         if latest is None and paths:  # damaged, without optimizer state, or of another run
             raise InputError(
-                "`output_dir` must be a new folder if no checkpoint of its latest run can be resumed, but"
-                f" {str(paths[-1])!r} exists, which a new run would overwrite."
+                f"No checkpoint of the latest run can be resumed, and a new run would overwrite {str(paths[-1])!r}: set"
+                " `output_dir` to a new folder."
             )
         if latest is None and wanted != "auto":
             raise InputError(
-                f"`resume_from_checkpoint` must be False or auto if there is no complete checkpoint, as in"
-                f" {str(self.folder.path)!r}, but is {quote(wanted)} instead."
+                f"`resume_from_checkpoint: {wanted}` finds no complete checkpoint in {str(self.folder.path)!r}; auto"
+                " would start a new run."
             )
         return latest
 
@@ -221,7 +221,7 @@ def _check_method(checkpoint: Checkpoint, method: str) -> None:
         was = method if has_adapter == trains_adapter else "a LoRA recipe" if has_adapter else "a recipe without LoRA"
     if was != method:
         raise InputError(
-            f"`resume_from_checkpoint` must be a checkpoint of {method}, but {str(checkpoint.path)!r} is of {was}."
+            f"`resume_from_checkpoint` needs a checkpoint of {method}, but {str(checkpoint.path)!r} is of {was}."
         )
 
 
@@ -239,8 +239,8 @@ def _checkpoint_at(wanted: object) -> Checkpoint:
     checkpoint = read_checkpoint(path)
     if not checkpoint.can_resume:
         raise InputError(
-            "`resume_from_checkpoint` must be a checkpoint with optimizer state (not one after the last epoch, nor one"
-            f" followed by a later epoch), but is {quote(wanted)} instead."
+            f"`resume_from_checkpoint` needs optimizer state, which {quote(wanted)} lacks, as do the last epoch and any"
+            " that a later one follows."
         )
     return checkpoint
 

@@ -42,12 +42,10 @@ class FolderLock:
             self._lock.acquire()
         except Timeout as error:
             owner = (self._lines() or [""])[0] or "another process"
-            raise InputError(
-                f"`output_dir` must not be in use by another run, but {owner} writes to {str(path)!r}."
-            ) from error
+            raise InputError(f"`output_dir` is in use: {owner} writes to {str(path)!r}.") from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-                raise InputError(f"`output_dir` must be writable, but is not: {reason_of(error)}.") from error
+                raise InputError(f"`output_dir` cannot be written: {reason_of(error)}.") from error
             log.warning(f"{path} cannot be locked, so that another run could write to it: {reason_of(error)}.")
         self.last_run = next((line.removeprefix(_RUN) for line in self._lines() if line.startswith(_RUN)), "")
         self._write(self.last_run)

@@ -179,6 +179,6 @@ def check_follows(scheduler: Any) -> None:
     """
     if scheduler is not None and not isinstance(scheduler, LambdaLR):
         raise InputError(
-            "`lr_scheduler` must create a torch.optim.lr_scheduler.LambdaLR if the batch size grows or the rate scales"
-            f" with it, but creates a {type(scheduler).__name__} instead."
+            "A batch that grows, or a learning rate that scales with it, needs an `lr_scheduler` that creates a"
+            f" torch.optim.lr_scheduler.LambdaLR, not a {type(scheduler).__name__}."
         )

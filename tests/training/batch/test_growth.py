@@ -1,16 +1,21 @@
-"""The user's function is called on rank 0 for all ranks, up to a maximum, and its state is saved and loaded."""
+"""The user's function is called on rank 0 for all ranks; the batch never exceeds the maximum and never shrinks."""
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.training.batch.growth import BatchGrowth
-from torchtune_adaptive.training.batch.increase_function import BatchIncreaseFunction
-from torchtune_adaptive.training.batch.noise_scale import GradientNorms, gradient_noise_scale
+from torchtune_adaptive.increase_function import BatchIncreaseFunction
+from torchtune_adaptive.schedule import GradientNorms, gradient_noise_scale
+from torchtune_adaptive.training.batch.growth import BatchGrowth, gradient_norms, next_batch_size, plan_growth
 
+HERE = __name__
 NORMS = GradientNorms(small_samples=4, small_norm_squared=11.0, samples=8, norm_squared=6.0)  # noise scale 40
 
 
@@ -58,7 +63,111 @@ def growth_by(
     )
 
 
-# ---- sizes
+# ---- the decision for one epoch
+
+
+@pytest.mark.parametrize(
+    ("answer", "maximum", "batch_size", "reason"),
+    [
+        (8, 24, 24, "epoch 2: increase of 8 granted, batch_size 16 -> 24"),
+        (8, 20, 16, "epoch 2: increase of 8 refused, 16 + 8 = 24 is above the maximum of 20"),
+        (0, 20, 16, "epoch 2: no increase, batch_size stays 16"),
+    ],
+)
+def test_an_increase_is_granted_up_to_the_maximum_and_refused_entirely_above_it(
+    answer: int, maximum: int, batch_size: int, reason: str
+) -> None:
+    growth = next_batch_size(lambda *_: answer, epoch=2, batch_size=16, maximum=maximum)
+    assert (growth.batch_size, growth.increment, growth.reason) == (batch_size, answer, reason)
+
+
+@given(noise_scale=st.floats(0, 500), maximum=st.integers(1, 60))
+def test_the_increase_of_a_measured_schedule_is_cut_to_the_maximum(noise_scale: float, maximum: int) -> None:
+    schedule = gradient_noise_scale(max_factor=4, min_measurements=1)
+    schedule.observe(GradientNorms(4, 1 + noise_scale / 4, 8, 1 + noise_scale / 8))
+    growth = next_batch_size(schedule, epoch=1, batch_size=16, maximum=maximum)
+    assert growth.batch_size == max(16, min(16 + schedule(1, 16), maximum))
+
+
+def test_an_integer_of_numpy_is_an_answer_and_becomes_int() -> None:
+    growth = next_batch_size(lambda *_: np.uint8(4), epoch=0, batch_size=4, maximum=8)  # pyright: ignore[reportArgumentType]
+    assert growth.batch_size == 8
+    assert type(growth.increment) is int
+
+
+def answers(epoch: int, current_batch_size: int) -> Any:
+    return ANSWERS[epoch]
+
+
+ANSWERS = [0.5, None, True, np.bool_(True), np.float32(2), "two\nlines", -4]
+
+
+@pytest.mark.parametrize("epoch", range(len(ANSWERS)))
+def test_bad_answer_is_refused_quoting_value_epoch_and_function(epoch: int) -> None:
+    rule = "at least 0" if ANSWERS[epoch] == -4 else "an integer"
+    with pytest.raises(InputError) as caught:
+        next_batch_size(answers, epoch=epoch, batch_size=16, maximum=99)
+    assert str(caught.value) == (
+        f"`batch_increase_function` must return {rule}, but {HERE}.answers returned {ANSWERS[epoch]!r} at epoch"
+        f" {epoch} with batch size 16 instead."
+    )
+
+
+# ---- all epochs in advance
+
+
+def raises_at_three(epoch: int, current_batch_size: int) -> int:
+    return 8 // (epoch - 3) * 0
+
+
+def test_raising_function_is_refused_quoting_its_error() -> None:
+    with pytest.raises(InputError) as caught:
+        plan_growth(raises_at_three, total_epochs=9, batch_size=4)
+    assert str(caught.value) == (
+        f"`batch_increase_function` {HERE}.raises_at_three failed at epoch 3 with batch size 4: ZeroDivisionError:"
+        " integer division or modulo by zero."
+    )
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+class Uncopyable:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, epoch: int, current_batch_size: int) -> int:
+        self.calls += 1
+        return self.calls
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("cannot be copied")
+
+
+def test_function_that_cannot_be_copied_is_called_itself() -> None:
+    uncopyable = Uncopyable()
+    assert plan_growth(uncopyable, total_epochs=2, batch_size=4) == [5, 7]
+    assert uncopyable.calls == 2
+
+
+def test_planned_growth_without_a_bound_survives_a_long_doubling() -> None:
+    assert len(plan_growth(lambda epoch, size: int(size * 1.0), total_epochs=2000, batch_size=8)) == 2000
+
+
+@given(
+    increments=st.lists(st.integers(0, 100), min_size=1, max_size=20),
+    start=st.integers(1, 64),
+    room=st.integers(-9, 200),
+)
+def test_planned_sizes_never_grow_above_the_maximum_and_never_shrink(
+    increments: list[int], start: int, room: int
+) -> None:
+    sizes = plan_growth(
+        lambda epoch, _: increments[epoch], total_epochs=len(increments), batch_size=start, maximum=start + room
+    )
+    for before, size, increment in zip([start, *sizes], sizes, increments, strict=False):
+        assert size == before + (increment if before + increment <= start + room else 0)
+
+
+# ---- sizes of a run
 
 
 def test_without_a_function_the_batch_stays() -> None:
@@ -102,6 +211,27 @@ def test_other_ranks_take_rank_zeros_answers_and_never_ask_the_function() -> Non
     assert growth.sizes(8) == [9, 9]
     assert growth.next(2, 8) == decided
     assert function.asked == []
+
+
+# ---- the norms of a measured step
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_norms_are_those_of_the_mean_gradient_over_the_weight_of_all_ranks(ranks: int) -> None:
+    """Gradients are sums over tokens, divided by the ranks; parameters are in shards."""
+    small_shards, shards = (torch.randn(ranks, 6, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    squares = [(part / ranks).square().sum().item() for part in (small_shards, shards)]
+    norms = gradient_norms([squares[0], 20.0, squares[1]], weight=50, samples=8, ranks=ranks)
+    assert norms == GradientNorms(
+        small_samples=4,
+        small_norm_squared=pytest.approx((small_shards / 20).square().sum().item()),  # pyright: ignore[reportArgumentType]
+        samples=8,
+        norm_squared=pytest.approx((shards / 50).square().sum().item()),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def test_a_small_batch_without_weight_gives_no_norms() -> None:
+    assert gradient_norms([0.0, 0.0, 3.0], weight=50, samples=8, ranks=2) is None
 
 
 # ---- measurements
@@ -155,8 +285,7 @@ def test_a_state_of_another_function_is_refused_and_quoted() -> None:
     with pytest.raises(InputError) as refused:
         growth.load_state_dict({"schedule": {"trace": 0.1}})
     assert str(refused.value) == (
-        "`batch_increase_function` must accept the state of the resumed run, but does not accept {'trace': 0.1}:"
-        " KeyError: 'asked'."
+        "`batch_increase_function` cannot load the resumed run's state {'trace': 0.1}: KeyError: 'asked'."
     )
 
 

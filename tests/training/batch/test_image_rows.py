@@ -74,13 +74,6 @@ def test_no_batch_is_larger_than_one_of_the_largest_row(rows: Rows) -> None:
     assert len(set(found)) > 3
 
 
-def test_the_size_of_a_micro_batch_counts_tokens_and_tiles_with_padding(rows: Rows) -> None:
-    for batch in (*itertools.combinations(rows, 2), rows[:1], rows):
-        num_rows, num_tokens, num_images, num_tiles = shapes(format_of(rows).collating(COLLATE)(batch))
-        tiles = num_images * num_tiles * images.TOKENS_PER_TILE
-        assert format_of(rows).size_of(batch) == num_rows * (num_tokens + tiles)
-
-
 def test_the_samples_are_read_only_for_what_is_not_known(rows: Rows) -> None:
     counting = Counting(rows)
     row = worst_case(counting, seq_len=50, max_images=3, max_tiles=2)
@@ -151,7 +144,7 @@ def test_texts_have_the_format_of_texts_unless_they_cannot_be_collated(tokenizer
         assert type(text_or_images(rows, CROSS_ENTROPY_IGNORE_IDX, collate=padded_collate_sft)) is TokenRows
         with pytest.raises(
             InputError,
-            match=r"^`dataset` must have samples with images, because `collate_fn` fails for one without: \w+Error: .+",
+            match=r"^`collate_fn` fails for a sample without images, which `dataset` has: \w+Error: .+",
         ):
             text_or_images(rows, CROSS_ENTROPY_IGNORE_IDX, collate=padded_collate_tiled_images_and_mask)
 
@@ -159,7 +152,7 @@ def test_texts_have_the_format_of_texts_unless_they_cannot_be_collated(tokenizer
 @pytest.mark.parametrize("encoder_input", [{"vision": {"images": []}}, {"images": torch.zeros(1)}, ["images"]])
 def test_images_in_another_format_are_refused(encoder_input: Any) -> None:
     row = {"tokens": [1], "labels": [1], "encoder_input": encoder_input}
-    with pytest.raises(InputError, match=r"^`dataset` must have samples whose `encoder_input` has a list of images"):
+    with pytest.raises(InputError, match=r"^The `encoder_input` of samples needs a list of images"):
         text_or_images([row], CROSS_ENTROPY_IGNORE_IDX, collate=padded_collate_sft)
 
 
@@ -175,5 +168,5 @@ def test_an_image_that_cannot_be_read_is_refused_with_its_sample(rows: Rows, tmp
 
     with pytest.raises(InputError) as refused:
         worst_case(Files(rows), seq_len=50)
-    expected = "`dataset` must have samples, but loading sample 4 failed: UnidentifiedImageError: cannot identify image"
+    expected = "`dataset` cannot load sample 4: UnidentifiedImageError: cannot identify image"
     assert str(refused.value).startswith(expected)

@@ -143,15 +143,15 @@ def test_a_data_set_that_fills_no_step_is_refused() -> None:
     with pytest.raises(InputError) as refused:
         check_fills_step(loader, 7)
     assert str(refused.value) == (
-        "`dataset` must fill an optimizer step (7 rows * 2 micro-steps * 2 ranks = 28 samples per optimizer step),"
-        " but has 23 samples."
+        "`dataset` has 23 samples, too few for one optimizer step (7 rows * 2 micro-steps * 2 ranks = 28 samples per"
+        " optimizer step)."
     )
     loader = global_loader(dataset_of(23), batch_size=3, ranks=2)
     check_fills_step(loader, 23)
     with pytest.raises(InputError) as refused:
         check_fills_step(loader, 24)
     assert str(refused.value) == (
-        "`dataset` must fill an optimizer step (24 samples per optimizer step on 2 ranks), but has 23 samples."
+        "`dataset` has 23 samples, too few for one optimizer step (24 samples per optimizer step on 2 ranks)."
     )
 
 

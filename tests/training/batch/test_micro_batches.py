@@ -1,6 +1,5 @@
 """A step is cut into the same number of micro-batches on every rank, within a limit that recovery may lower."""
 
-import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.recovery.size_range import SizeRange
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 from torchtune_adaptive.training.batch.loader import StepSamples
 from torchtune_adaptive.training.batch.micro_batches import MicroBatch, MicroBatcher
@@ -150,60 +148,18 @@ def test_a_step_is_measured_if_some_rank_has_two_rows(share: int, measured: bool
     assert [one.is_small for one in cut] == ([True, False] if measured else [False])
 
 
-# ---- trial_batches
+# ---- trial batches
 
 
 @pytest.mark.parametrize(
     ("limit", "sizes"), [(RowLimit(8), [[1, 2], [1, 1]]), (TokenLimit(8), [[1, 2], [1, 1]]), (RowLimit(1), [[1, 1]])]
 )
-def test_rehearsals_have_two_rows_and_then_one_within_the_limit(limit: MicroBatchLimit, sizes: list[list[int]]) -> None:
+def test_trial_batches_have_two_rows_and_then_one_within_the_limit(
+    limit: MicroBatchLimit, sizes: list[list[int]]
+) -> None:
     found = list(batcher(limit).trial_batches(rows_of(40, 40, 40)))
     assert [[len(one.rows) for one in micro_batches] for micro_batches in found] == sizes
     assert all(len({len(one.rows[0]["tokens"]) for one in micro_batches}) == 2 for micro_batches in found)  # shapes
-
-
-# ---- sizes that did not fit
-
-
-class Cutting(Consensus):
-    """One rank of several; another one has ``most`` micro-batches."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.most = most
-
-    def begin_max(self, *numbers: int) -> Any:
-        return lambda: [max(numbers[0], self.most), *numbers[1:]]
-
-
-def limited(size: int, most: int = 0) -> SizeRange:
-    """What a rank knows after micro-batches of ``size`` did not fit; another rank has ``most`` micro-batches."""
-    sizes = SizeRange(Cutting(most))
-    sizes.failed(size)
-    return sizes
-
-
-@pytest.mark.parametrize("limit", [RowLimit(4), TokenLimit(20)])
-def test_micro_batches_that_are_too_large_are_cut_and_others_are_not(limit: MicroBatchLimit) -> None:
-    batches, samples = batcher(limit), samples_of(2, 2, 2, 5, 1, 1, 1, 1)
-    sizes = [batches.size_of(one) for one in batches.cut(samples)]
-    cut = batches.cut(samples, limited(max(sizes)))
-    assert max(map(batches.size_of, cut)) < max(sizes)
-    assert sorted(itertools.chain(*names(cut))) == list(range(8))
-    batches.end_step()
-    assert counted(batches) == (15, sum(map(batches.size_of, cut)))
-
-
-def test_a_rank_without_long_rows_cuts_its_own_as_often_and_then_adds_silent_rows() -> None:
-    assert names(batcher(RowLimit(2)).cut(samples_of(1, 1, 1), limited(10, 4))) == [[0], [1], [2], ["silent"]]
-    assert names(batcher(RowLimit(2)).cut(samples_of(1, 1, 1))) == [[0, 1], [2]]
-
-
-def test_both_halves_of_a_measured_step_are_cut() -> None:
-    batches = batcher(RowLimit(4))
-    cut = batches.cut(replace(samples_of(1, 1, 1, 6, 1, 1, 1, 6), measured=True), limited(24))
-    assert names(cut) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [(one.is_small, one.ends_small) for one in cut[:3]] == [(True, False), (True, True), (False, False)]
 
 
 # ---- a limit that recovery lowers
@@ -213,7 +169,7 @@ def test_a_limit_is_halved_and_set_back_and_the_largest_stays() -> None:
     batches = batcher(RowLimit(13))
     found = []
     for _ in range(3):
-        batches.reduce(samples_of(1))
+        assert batches.reduce(samples_of(1, 1, 1))
         found.append(batches.limit)
     assert found == [RowLimit(6), RowLimit(3), RowLimit(1)]
     assert batches.largest == RowLimit(13)
@@ -226,7 +182,7 @@ def test_a_limit_is_halved_and_set_back_and_the_largest_stays() -> None:
 
 def test_a_reduced_limit_stays_reduced_when_more_rows_are_asked_for() -> None:
     batches = batcher(RowLimit(8))
-    batches.reduce(samples_of(1))
+    batches.reduce(samples_of(1, 1))
     batches.largest = RowLimit(20)
     assert (batches.limit, batches.largest) == (RowLimit(4), RowLimit(20))
     batches.largest = RowLimit(3)
@@ -249,9 +205,9 @@ def test_a_lower_limit_helps_if_some_micro_batch_has_more_than_a_row(
     limit: MicroBatchLimit, lengths: list[int], can: bool
 ) -> None:
     samples = samples_of(*lengths, most=len(lengths))
-    assert batcher(limit).can_reduce(samples) is can
-    assert batcher(limit, With(0)).can_reduce(samples) is can
-    assert batcher(limit, With(1)).can_reduce(samples) is True  # on another rank
+    assert batcher(limit).reduce(samples) is can
+    assert batcher(limit, With(0)).reduce(samples) is can
+    assert batcher(limit, With(1)).reduce(samples) is True  # on another rank
 
 
 @pytest.mark.parametrize(("lengths", "can"), [([1, 1], False), ([1, 1, 1], True)])
@@ -259,7 +215,7 @@ def test_a_lower_limit_does_not_help_if_the_halves_of_a_measured_step_have_one_r
     lengths: list[int], can: bool
 ) -> None:
     samples = replace(samples_of(*lengths, most=len(lengths)), measured=True)
-    assert batcher(RowLimit(2)).can_reduce(samples) is can
+    assert batcher(RowLimit(2)).reduce(samples) is can
 
 
 # ---- state
@@ -271,7 +227,7 @@ def test_a_resumed_run_continues_with_the_reduced_limit() -> None:
     assert batches.state_dict() == state
     resumed.load_state_dict(batches.state_dict())
     assert resumed.limit == TokenLimit(80)
-    batches.reduce(samples_of(1))
+    batches.reduce(samples_of(1, 1))
     assert batches.state_dict() == state | {"micro_batch": 40}
     resumed.load_state_dict(batches.state_dict())
     assert resumed.limit == TokenLimit(40)
@@ -280,7 +236,7 @@ def test_a_resumed_run_continues_with_the_reduced_limit() -> None:
 
 def test_a_saved_limit_in_another_unit_is_ignored() -> None:
     batches, resumed = batcher(TokenLimit(8)), batcher(RowLimit(16))
-    batches.reduce(samples_of(1))
+    batches.reduce(samples_of(1, 1))
     resumed.load_state_dict(batches.state_dict())
     assert (resumed.limit, resumed.largest) == (RowLimit(16), RowLimit(16))
 

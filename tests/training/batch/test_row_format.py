@@ -157,7 +157,7 @@ def test_the_first_sample_above_the_budget_is_refused_on_every_rank_whichever_ha
     with pytest.raises(InputError) as refusal:
         ROWS.check_lengths(Samples(8, 1, 2, 3, 10, 5, 9), max_tokens=8, consensus=OneOf(rank, 3, *others))
     assert str(refusal.value) == (
-        "`max_tokens_per_micro_batch` must be at least every sample's length, but is 8, and sample 4 has 10 tokens."
+        "`max_tokens_per_micro_batch` must be at least 10, the tokens of sample 4, but is 8 instead."
     )
 
 
@@ -175,7 +175,7 @@ def test_rows_longer_than_the_model_has_positions_are_refused() -> None:
     check_row_length(64, model)
     with pytest.raises(InputError) as refusal:
         check_row_length(65, model)
-    assert str(refusal.value) == "Rows must have at most the model's max_seq_len (64 tokens), but have 65."
+    assert str(refusal.value) == "Rows have 65 tokens, but the model takes at most 64."
 
 
 # ---- pairs of answers
@@ -218,5 +218,5 @@ def test_a_silent_pair_has_no_label() -> None:
 def test_a_pair_above_the_token_budget_is_refused_with_the_tokens_of_both_rows() -> None:
     dataset = [pair(3, 3), pair(9, 3)]
     PAIRS.check_lengths(dataset, max_tokens=18, consensus=Consensus())
-    with pytest.raises(InputError, match="is 17, and sample 1 has 18 tokens"):
+    with pytest.raises(InputError, match="at least 18, the tokens of sample 1, but is 17"):
         PAIRS.check_lengths(dataset, max_tokens=17, consensus=Consensus())

@@ -141,10 +141,10 @@ def make_folder(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "spoil", "sentence"),
     [
-        ("weights.bin", lambda path: path.write_text("weigh"), "7 bytes for its checkpoint to be complete, but has 5."),
-        ("weights.bin", make_folder, "7 bytes for its .*, but is missing."),
-        ("more/.metadata", Path.unlink, "1 bytes for its .*, but is missing."),
-        (RECIPE_STATE_NAME, lambda path: path.write_text(""), "7 bytes for its .*, but has 0."),
+        ("weights.bin", lambda path: path.write_text("weigh"), "7 bytes, but has 5: its checkpoint is not complete."),
+        ("weights.bin", make_folder, "7 bytes, but is missing: .*"),
+        ("more/.metadata", Path.unlink, "1 bytes, but is missing: .*"),
+        (RECIPE_STATE_NAME, lambda path: path.write_text(""), "7 bytes, but has 0: .*"),
     ],
     ids=["cut short", "a folder", "missing", "empty"],
 )
@@ -215,7 +215,7 @@ def test_a_state_that_no_run_wrote_is_refused_by_its_path(
     with pytest.raises(InputError) as refused:
         read_checkpoint(path)
     sentence = str(refused.value)
-    assert sentence.startswith(f"{path / STATE_NAME} must be a state file that a run wrote, but reading it failed: ")
+    assert sentence.startswith(f"{path / STATE_NAME} is no state of a run: ")
     assert sentence.endswith(".")
     assert "\n" not in sentence
     assert names(folder) == []

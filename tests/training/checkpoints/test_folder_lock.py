@@ -70,8 +70,7 @@ def test_a_second_process_is_refused_by_the_owners_name_until_the_owner_is_kille
         with pytest.raises(InputError) as refused:
             locked(tmp_path)
         assert str(refused.value) == (
-            f"`output_dir` must not be in use by another run, but process {owner.pid} on {socket.gethostname()} writes"
-            f" to {str(tmp_path)!r}."
+            f"`output_dir` is in use: process {owner.pid} on {socket.gethostname()} writes to {str(tmp_path)!r}."
         )
     (tmp_path / LOCK_NAME).write_text("")
     with pytest.raises(InputError, match="but another process writes to"):
@@ -99,7 +98,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError) as refused:
         locked(tmp_path / "file" / "run")
-    assert str(refused.value).startswith("`output_dir` must be writable, but is not: NotADirectoryError: ")
+    assert str(refused.value).startswith("`output_dir` cannot be written: NotADirectoryError: ")
     assert "\n" not in str(refused.value)
 
 

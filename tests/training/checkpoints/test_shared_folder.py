@@ -54,11 +54,11 @@ def said(rank: int, path: Path) -> list[str]:
 
 def test_nodes_without_a_shared_folder_are_refused_where_they_need_one_and_else_warned(tmp_path: Path) -> None:
     not_shared = (
-        "`adaptive.save_every_n_steps` must be null where nodes do not share `output_dir`, but"
+        "`adaptive.save_every_n_steps` needs an `output_dir` that all nodes share:"
         f" '{tmp_path / '0'}' of rank 0 is not there on every rank."
     )
     unseen = (
-        "`resume_from_checkpoint` must be a checkpoint that all nodes see, but on rank 1 there is no"
+        "All nodes must see the checkpoint of `resume_from_checkpoint`, but rank 1 does not see"
         f" '{tmp_path / '1' / 'step_0'}'."
     )
     warning = (

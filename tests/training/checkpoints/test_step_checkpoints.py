@@ -379,10 +379,8 @@ def test_a_damaged_file_is_refused_with_the_path_of_its_checkpoint(tmp_path: Pat
     with pytest.raises(InputError) as refused:
         Run(tmp_path).steps.load(checkpoint, config=ADAMW)
     sentence = str(refused.value)
-    named = f"{path} must be a readable file"
-    if file != RANK_STATES_NAME:
-        named = f"{checkpoint.path} must be a readable checkpoint"
-    assert sentence.startswith(f"{named}, but reading it failed: ")
+    named = path if file == RANK_STATES_NAME else checkpoint.path
+    assert sentence.startswith(f"{named} cannot be read: ")
     assert sentence.endswith(".")
     assert len(sentence.splitlines()) == 1
     assert "weights_only" not in sentence  # torch advises to load the file unsafely
@@ -522,10 +520,7 @@ def test_each_rank_has_the_digests_of_all_files_and_compares_its_share(two_ranks
 
 
 def test_a_checkpoint_that_one_rank_cannot_read_is_loaded_on_none(two_ranks: list[dict[str, Any]], path: Path) -> None:
-    sentence = (
-        f"{path}/step_3 must be a readable checkpoint, but reading it failed:"
-        " OSError: [Errno 28] No space left on device."
-    )
+    sentence = f"{path}/step_3 cannot be read: OSError: [Errno 28] No space left on device."
     assert [rank["refused"] for rank in two_ranks] == [sentence] * 2
 
 
@@ -545,7 +540,7 @@ def test_four_ranks_load_what_two_have_saved_unless_it_has_state_of_each_rank_al
     for rank in ranks:
         assert same_bits(rank["whole"], two_ranks[0]["at two"])
         assert rank["refused"] == (
-            "`resume_from_checkpoint` must be a checkpoint of this model, but in"
+            "`resume_from_checkpoint` is no checkpoint of this model: in"
             f" '{path}/step_10' the optimizer's state is of 2 ranks."
         )
 

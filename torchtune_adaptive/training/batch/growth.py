@@ -1,21 +1,28 @@
 """How the batch size grows over a run: the user's function, called on rank 0 for all ranks."""
 
+import copy
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.errors import InputError, quote, reason_of
-from torchtune_adaptive.training.batch.increase_function import (
-    BatchIncreaseFunction,
-    Growth,
-    next_batch_size,
-    plan_growth,
-)
-from torchtune_adaptive.training.batch.noise_scale import GradientNorms, MeasuredSchedule
+from torchtune_adaptive.errors import InputError, as_integer, quote, reason_of
+from torchtune_adaptive.increase_function import BatchIncreaseFunction, function_name
+from torchtune_adaptive.schedule import GradientNorms, MeasuredSchedule
+from torchtune_adaptive.training.batch.rank_shares import small_samples
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The decision for one epoch: its ``batch_size``, and the ``increment`` that was granted or refused."""
+
+    batch_size: int
+    increment: int
+    reason: str
 
 
 @dataclass(eq=False)
@@ -100,8 +107,7 @@ class BatchGrowth:
             self.function.load_state_dict(saved)
         except Exception as error:  # the user's own code can raise any error
             raise InputError(
-                f"`batch_increase_function` must accept the state of the resumed run, but does not accept"
-                f" {quote(saved)}: {reason_of(error)}."
+                f"`batch_increase_function` cannot load the resumed run's state {quote(saved)}: {reason_of(error)}."
             ) from error
 
 
@@ -117,3 +123,89 @@ def _check_state(function: object) -> None:
         raise InputError(f"{rule}, but fails: {reason_of(error)}.") from error
     if read_again != state:
         raise InputError(f"{rule}, but returns {quote(state)}, which is loaded as {quote(read_again)}.")
+
+
+def gradient_norms(sums: Sequence[float], *, weight: float, samples: int, ranks: int) -> GradientNorms | None:
+    """The norms of mean gradients, per unit of weight as in training; None if the small batch has no weight.
+
+    Args:
+        sums: the small batch's squared norm, its weight, and the whole squared norm, each summed over all ranks.
+    """
+    small_squared, small_weight, squared = sums
+    if not small_weight:
+        return None
+    # FSDP2 divides gradients by the number of ranks; this multiplies them back.
+    return GradientNorms(
+        small_samples=small_samples(samples, ranks=ranks),
+        small_norm_squared=small_squared * (ranks / small_weight) ** 2,
+        samples=samples,
+        norm_squared=squared * (ranks / weight) ** 2,
+    )
+
+
+def next_batch_size(function: BatchIncreaseFunction, *, epoch: int, batch_size: int, maximum: int) -> Growth:
+    """Batch size of ``epoch``: ``batch_size`` plus the function's increment, if the sum is at most ``maximum``.
+
+    An increase above the maximum is refused. An increase of a ``MeasuredSchedule`` is instead reduced to the maximum.
+    The reason contains the figures. All sizes are in the unit of the config's key.
+    Raises:
+        InputError: the function raised an error, or its answer is not an integer or is negative.
+
+    >>> def adds_eight(epoch, current_batch_size):
+    ...     return 8
+    >>> next_batch_size(adds_eight, epoch=2, batch_size=16, maximum=20).reason
+    'epoch 2: increase of 8 refused, 16 + 8 = 24 is above the maximum of 20'
+    """
+    increment = _ask(function, epoch=epoch, batch_size=batch_size)
+    if isinstance(function, MeasuredSchedule):
+        increment = max(0, min(increment, maximum - batch_size))
+    wanted = batch_size + increment
+    if not increment:
+        return Growth(batch_size, 0, f"epoch {epoch}: no increase, batch_size stays {batch_size}")
+    if wanted <= maximum:
+        reason = f"epoch {epoch}: increase of {increment} granted, batch_size {batch_size} -> {wanted}"
+        return Growth(wanted, increment, reason)
+    reason = f"epoch {epoch}: increase of {increment} refused, {batch_size} + {increment} = {wanted} "
+    return Growth(batch_size, increment, reason + f"is above the maximum of {maximum}")
+
+
+def plan_growth(
+    function: BatchIncreaseFunction, *, total_epochs: int, batch_size: int, maximum: int = sys.maxsize
+) -> list[int]:
+    """The batch size of every epoch, computed in advance, so that an invalid answer is found before training.
+
+    A deep copy of the function is called, or the function itself if it cannot be copied. State outside of it (globals,
+    closures, random generators) is not restored.
+    Args:
+        maximum: increases above it are refused. If it is not known yet, call this again once it is known, because a
+            refused increase changes the batch sizes with which the function is called.
+    Raises:
+        InputError: as `next_batch_size`, for the first epoch with an invalid answer.
+
+    >>> plan_growth(lambda epoch, size: 8, total_epochs=4, batch_size=8, maximum=30)
+    [16, 24, 24, 24]
+    """
+    try:
+        asked = copy.deepcopy(function)
+    except Exception:  # copying a user's object can raise any error; calling the original is better than no check
+        asked = function
+    sizes: list[int] = []
+    for epoch in range(total_epochs):
+        batch_size = next_batch_size(asked, epoch=epoch, batch_size=batch_size, maximum=maximum).batch_size
+        sizes.append(batch_size)
+    return sizes
+
+
+def _ask(function: BatchIncreaseFunction, *, epoch: int, batch_size: int) -> int:
+    name, where = function_name(function), f"at epoch {epoch} with batch size {batch_size}"
+    try:
+        answer: object = function(epoch, batch_size)
+    except BaseException as error:  # the user's own code can raise anything, which is reported as its answer
+        raise InputError(f"`batch_increase_function` {name} failed {where}: {reason_of(error)}.") from error
+    increment = as_integer(answer)
+    if increment is None or increment < 0:
+        rule = "an integer" if increment is None else "at least 0"
+        raise InputError(
+            f"`batch_increase_function` must return {rule}, but {name} returned {quote(answer)} {where} instead."
+        )
+    return increment

@@ -60,12 +60,6 @@ class ImageRows(TokenRows):
         self._max_images = max_images
         self._max_tiles = max_tiles
 
-    def size_of(self, rows: Sequence[Row]) -> int:
-        images = [image for row in rows for image in _images(row)]
-        most_images = max((len(_images(row)) for row in rows), default=0)
-        most_tiles = max(map(len, images), default=0)
-        return super().size_of(rows) + len(rows) * max(most_images * most_tiles, 1) * self._tile.tokens
-
     def stretched(self, row: Row, length: int) -> Row:
         row = self._with_images(row)
         masks = [mask.new_ones(length, mask.shape[1]) for mask in row["encoder_mask"]]
@@ -148,7 +142,7 @@ def _check_collates(collate: Callable[..., Any], row: Row) -> None:
         collate([row])
     except Exception as error:
         raise InputError(
-            f"`dataset` must have samples with images, because `collate_fn` fails for one without: {reason_of(error)}."
+            f"`collate_fn` fails for a sample without images, which `dataset` has: {reason_of(error)}."
         ) from error
 
 
@@ -157,7 +151,7 @@ def _images(row: Row) -> list[torch.Tensor]:
     encoder_input = row["encoder_input"]
     if not isinstance(encoder_input, dict) or not isinstance(encoder_input.get("images"), list):
         raise InputError(
-            "`dataset` must have samples whose `encoder_input` has a list of images, but the first one has"
+            "The `encoder_input` of samples needs a list of images, but that of the first one has"
             f" {', '.join(encoder_input)}."
         )
     return encoder_input["images"]

@@ -154,8 +154,8 @@ class StepLoader:
                 yield self._step_samples(rows)
         if self.steps_done < self.steps_per_epoch:
             raise InputError(
-                f"`dataset` must give every sample, but ended an epoch after {self.steps_done} of"
-                f" {self.steps_per_epoch} steps, as StopIteration does."
+                f"`dataset` ended an epoch after {self.steps_done} of {self.steps_per_epoch} steps: a sample raised"
+                " StopIteration."
             )
         self._batches_done = 0
 
@@ -252,4 +252,4 @@ def check_fills_step(loader: StepLoader, batch_size: int) -> None:
     """
     if loader.steps_per_epoch_at(batch_size) == 0:
         described, samples = loader.describe(batch_size), len(loader.dataset)
-        raise InputError(f"`dataset` must fill an optimizer step ({described}), but has {samples} samples.")
+        raise InputError(f"`dataset` has {samples} samples, too few for one optimizer step ({described}).")

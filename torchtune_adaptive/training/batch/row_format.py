@@ -40,10 +40,6 @@ class RowFormat(ABC):
         """Padded tokens of the sample in a micro-batch without longer samples."""
         return self.sequences * self.num_tokens(row)
 
-    def size_of(self, rows: Sequence[Row]) -> int:
-        """Padded tokens of a micro-batch of ``rows``, and of their images: a number that its memory follows."""
-        return len(rows) * max(map(self.padded_tokens, rows), default=0)
-
     def own_tokens(self, row: Row) -> int:
         """Tokens of the sample without padding."""
         return self.num_tokens(row)
@@ -93,7 +89,7 @@ class RowFormat(ABC):
         row = load_sample(dataset, 0)
         if not set(self.keys) <= set(row):
             raise InputError(
-                f"`dataset` must have samples with {', '.join(self.keys)}, but its first one has {', '.join(row)}."
+                f"Samples of `dataset` need {', '.join(self.keys)}, but the first one has {', '.join(row)}."
             )
 
     def check_lengths(self, dataset: Any, *, max_tokens: int, consensus: Consensus) -> None:
@@ -109,8 +105,8 @@ class RowFormat(ABC):
         if found:
             index, length = min(found)
             raise InputError(
-                f"`max_tokens_per_micro_batch` must be at least every sample's length, but is {max_tokens},"
-                f" and sample {index} has {length} tokens."
+                f"`max_tokens_per_micro_batch` must be at least {length}, the tokens of sample {index}, but is"
+                f" {max_tokens} instead."
             )
 
     def small_batches(self, dataset: Any, batch_size: int) -> list[list[Row]]:
@@ -204,8 +200,8 @@ def load_sample(dataset: Any, index: int) -> Row:
     try:
         return dataset[index]
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        place = f"sample {index}" if index else "the first one"
-        raise InputError(f"`dataset` must have samples, but loading {place} failed: {reason_of(error)}.") from error
+        place = f"sample {index}" if index else "its first sample"
+        raise InputError(f"`dataset` cannot load {place}: {reason_of(error)}.") from error
 
 
 def is_packed(dataset: Any) -> bool:
@@ -225,9 +221,7 @@ def check_row_length(seq_len: int, model: nn.Module, *, key: str = "") -> None:
     longest = getattr(decoder_of(model), "max_seq_len", None)
     if longest is not None and seq_len > longest:
         advice = f"; set `{key}` to {longest} or less" if key else ""
-        raise InputError(
-            f"Rows must have at most the model's max_seq_len ({longest} tokens), but have {seq_len}{advice}."
-        )
+        raise InputError(f"Rows have {seq_len} tokens, but the model takes at most {longest}{advice}.")
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
