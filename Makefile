@@ -9,7 +9,7 @@ SIMULATED_STAMP := .venv-simulated-gpu/stamp-$(SIMULATED_TORCH)
 TORCH := torch>=2.9,<2.14
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
-.PHONY: test check suite fast demo docs reference pictures bench gpu simulated-gpu integrations plans starts slurm cable growth exhaustive format clean
+.PHONY: test check suite fast demo docs reference pictures bench gpu simulated-gpu integrations plans starts slurm cable exhaustive format clean
 
 test: check suite
 
@@ -31,11 +31,11 @@ demo: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build
 
-# The pages that are generated from the settings and the parsers.
+# The parts of docs/reference.md that are generated from the settings and the parsers.
 reference: $(STAMP)
 	.venv/bin/python -m scripts.reference
 
-# The report's pictures and page in docs/images, from a run on the CPU.
+# The report's pictures in docs/images, from a run on the CPU.
 pictures: $(STAMP)
 	$(IN_VENV) scripts/pictures
 
@@ -50,45 +50,29 @@ bench: $(STAMP) $(PEERS_STAMP) $(HUGGING_FACE_STAMP) $(INTEGRATIONS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_memory
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.recovery_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.after_errors
-	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m benchmarks.auto_find_batch_size
-	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_growth
-	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_growth --soak
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.tokens --cost
-	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.objective
-	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.growth
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.checkpoints
-	.venv/bin/python -m benchmarks.digests
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.crashes
 	OMP_NUM_THREADS=1 .venv-peers/bin/python -m benchmarks.search
-	.venv/bin/python -m benchmarks.search_chart
-	.venv/bin/python -m benchmarks.evidence
 
 # For one CUDA device; without one a rehearsal of every part on the CPU.
 gpu: $(STAMP)
 	.venv/bin/python -m benchmarks.gpu
-	.venv/bin/python -m benchmarks.evidence
 
 # Without a GPU, but beside a torch for CUDA, as torchvision needs it.
 plans: $(STAMP) $(SIMULATED_STAMP)
 	PYTHONPATH=.venv-simulated-gpu/torchvision .venv-simulated-gpu/bin/python -m benchmarks.stock_configs
 	.venv/bin/python -m benchmarks.published_points --output benchmarks/results/published_gpu.md
-	.venv/bin/python -m benchmarks.evidence
 
 # Every stock config, on the CPU; those that need a GPU also on a simulated one.
 starts: $(STAMP) $(SIMULATED_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.stock_starts
 	OMP_NUM_THREADS=1 TEST_DEVICE=cuda .venv-simulated-gpu/bin/python -m benchmarks.stock_starts
-	.venv/bin/python -m benchmarks.evidence
 
 # Search and recovery in other trainers.
 integrations: $(INTEGRATIONS_STAMP) $(TORCHTITAN_STAMP)
-	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -m integrations tests/integrations/test_transformers.py
+	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -m integrations tests/integrations/test_transformers.py tests/documents/test_trl_script.py
 	OMP_NUM_THREADS=1 .venv-torchtitan/bin/python -m pytest -m integrations tests/integrations/test_torchtitan.py
-
-# Under half an hour on two processors.
-growth: $(STAMP)
-	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.growth_study
-	.venv/bin/python -m benchmarks.evidence
 
 # Need root and install nothing: Slurm with two nodes on this machine (Debian's slurm-wlm and munge), and two networks.
 slurm: $(STAMP)
@@ -148,8 +132,6 @@ simulated-gpu: $(STAMP) $(SIMULATED_STAMP) $(TORCHTITAN_STAMP)
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu \
 		--parts calibrate,sizes,recovery,thrashing,tokens,strategies
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.search
-	OMP_NUM_THREADS=1 TEST_DEVICE=cuda SIMULATED_GPUS=2 .venv-simulated-gpu/bin/python -m benchmarks.after_errors
-	.venv/bin/python -m benchmarks.evidence
 
 # torch as it is for CUDA, with stand-ins for CUDA itself: see tests/simulated_gpu/README.md.
 $(SIMULATED_STAMP): pyproject.toml benchmarks/peers.txt tests/integrations/requirements.txt $(wildcard tests/simulated_gpu/*.*)

@@ -1,16 +1,13 @@
 """What does training lose after an out-of-memory error? Rows of very different lengths, and a neighbour on the GPU.
 
     OMP_NUM_THREADS=1 python -m benchmarks.after_errors
-    OMP_NUM_THREADS=1 TEST_DEVICE=cuda SIMULATED_GPUS=2 .venv-simulated-gpu/bin/python -m benchmarks.after_errors
 
 Two CPU ranks with FSDP2. The loops train on the same samples and take turns in each step, so that other load on the
 machine affects all equally. A micro-batch with more tokens than fit fails at the end of its forward pass. All must end
 with the same parameters, except for rounding; if not, the exit status is 1. Writes tables to
-``results/after_errors_cpu.md``, and ``docs/images/after_errors.svg``. On the simulated GPU torch's own allocator for
-CUDA runs out of memory, under a limit; nothing is timed there. Writes ``results/after_errors_simulated.md``.
+``results/after_errors_cpu.md``, and ``docs/images/after_errors.svg``.
 """
 
-import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pad_sequence
@@ -29,29 +28,23 @@ from benchmarks.on_ranks import measured_on_ranks, no_assets
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from tests.support.plain_loops import finish_step, own_shards
-from tests.support.ranks import DEVICE, device_of_rank
 from torchtune_adaptive import MemoryEvent, RecoverableStep
-from torchtune_adaptive.engine.recovery.attempts import Attempt, MemoryPressure
+from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.backoff import NOT_IN_THIS_EPOCH, Backoff
-from torchtune_adaptive.engine.recovery.size_range import num_tokens
 from torchtune_adaptive.testing import out_of_memory
-from torchtune_adaptive.text import format_bytes
 
-ON_GPU = DEVICE == "cuda"
-RESULTS = Path(__file__).parent / "results" / f"after_errors_{'simulated' if ON_GPU else 'cpu'}.md"
+RESULTS = Path(__file__).parent / "results" / "after_errors_cpu.md"
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "after_errors.svg"
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.after_errors"
-ON_SIMULATED = COMMAND.replace("python", "TEST_DEVICE=cuda SIMULATED_GPUS=2 .venv-simulated-gpu/bin/python")
 RANKS, ROWS, MICRO_BATCH = 2, 16, 4
-WIDTH, LAYERS, VOCABULARY = (1024, 8, 32000) if ON_GPU else (96, 3, 64)
-STEPS = 400 if ON_GPU else 2000
+WIDTH, LAYERS, VOCABULARY = 96, 3, 64
+STEPS = 2000
 SHARE_ABOVE = 1 / 200  # of the steps, which have a micro-batch that does not fit
 NEIGHBOUR_STEPS, TAKEN = 300, range(100, 150)  # steps of the second part; those in which half of the memory is taken
-MEDIAN_TOKENS, SIGMA, MOST_TOKENS = 512 if ON_GPU else 48, 0.6, 4096 if ON_GPU else 512
-ENOUGH, LEARNS, TRIES_AGAIN, HALVES = "enough memory", "this package", "halved, tried again", "halved for good"
+MEDIAN_TOKENS, SIGMA, MOST_TOKENS = 48, 0.6, 512
+ENOUGH, OURS, HALVES = "enough memory", "this package", "halved for good"
 _ROUNDING = 1e-5  # of parameters; AdamW may change one by ten times as much in a single step
-_ROOM_BYTES = 64 * 2**20  # for blocks of the allocator that are free and too small
-VARIANTS = (ENOUGH, LEARNS, TRIES_AGAIN, HALVES)
+VARIANTS = (ENOUGH, OURS, HALVES)
 
 
 class Never(Backoff):
@@ -62,13 +55,6 @@ class Never(Backoff):
         self.next_trial = NOT_IN_THIS_EPOCH
 
 
-class NotLearning(RecoverableStep[tuple[torch.Tensor, int]]):
-    """Halves the micro-batch after each error, whatever its size was."""
-
-    def _learns(self, attempt: Attempt[Any], micro_batches: Sequence[Any]) -> bool:
-        return False
-
-
 @dataclass
 class Seen:
     """What happened in each step of a loop: its seconds, the rows and tokens of the largest micro-batch, padding."""
@@ -76,37 +62,35 @@ class Seen:
     seconds: list[float] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     padded_tokens: int = 0
-    micro_steps: int = 0
     repeated: list[int] = field(default_factory=list)
-    thrashing: int = 0
-    smallest_failed: list[int] = field(default_factory=list)
+
+
+def num_tokens(rows: Sequence[torch.Tensor]) -> int:
+    """Tokens of a micro-batch with padding."""
+    return len(rows) * max(map(len, rows))
 
 
 class Loop:
     """A plain loop over ``RecoverableStep``. A collective."""
 
-    def __init__(self, variant: str, memory_limit: int | None = None) -> None:
+    def __init__(self, variant: str) -> None:
         torch.manual_seed(0)
-        width, self._device = WIDTH, device_of_rank()
         blocks = [
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(LAYERS)
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(LAYERS)
         ]
-        self.model = nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY))
-        self.model.to(self._device)
+        self.model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY))
         for module in (*blocks, self.model):
             fully_shard(module)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.capacity: float = float("inf")
         self.seen = Seen()
         self._tried: list[tuple[int, int]] = []  # rows and tokens of the micro-batches of a step
-        kind = NotLearning if variant in (TRIES_AGAIN, HALVES) else RecoverableStep
-        self.step: RecoverableStep[tuple[torch.Tensor, int]] = kind(
+        self.step: RecoverableStep[tuple[torch.Tensor, int]] = RecoverableStep(
             self.model,
             self._micro_step,
             micro_batch_size=MICRO_BATCH,
             optimizer=self._optimizer,
             on_event=self._on_event,
-            memory_limit=memory_limit,
         )
         if variant == HALVES:
             self.step.backoff = Never()
@@ -119,12 +103,11 @@ class Loop:
         finish_step(self.model, self._optimizer, loss_sum, num_samples)
         self.seen.seconds.append(time.perf_counter() - began)
         self.seen.rows.append(max(number for number, _ in self._tried))
-        self.seen.micro_steps += len(self._tried)
         self.seen.padded_tokens += sum(tokens for _, tokens in self._tried)
 
     def _micro_step(self, rows: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
         self._tried.append((len(rows), num_tokens(rows)))
-        tokens = pad_sequence(rows, batch_first=True).to(self._device)
+        tokens = pad_sequence(rows, batch_first=True)
         logits = self.model(tokens)
         if self._tried[-1][1] > self.capacity:
             out_of_memory()
@@ -138,9 +121,6 @@ class Loop:
         if event.pressure is MemoryPressure.OUT_OF_MEMORY:
             self._tried.clear()
             self.seen.repeated.append(event.step)
-        self.seen.thrashing += event.pressure is MemoryPressure.THRASHING
-        if event.too_large is not None:
-            self.seen.smallest_failed.append(event.too_large)
 
 
 def _samples(steps: int) -> Iterator[list[torch.Tensor]]:
@@ -202,34 +182,8 @@ def _measure(_: Path) -> tuple[Outcome, Outcome]:
     return _train(STEPS), _train(NEIGHBOUR_STEPS, TAKEN)
 
 
-def _train_on_gpu(_: Path) -> tuple[int, dict[str, Seen]]:
-    """Train one loop after the other under a limit of the allocator: the limit in bytes, and what has happened."""
-    loop, peaks = Loop(ENOUGH), []
-    for rows in _samples(STEPS):
-        torch.cuda.reset_peak_memory_stats()
-        loop.train(rows)
-        peak = torch.tensor(torch.cuda.max_memory_allocated(), device=device_of_rank())
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        peaks.append(int(peak))
-    limit_bytes = sorted(peaks)[-round(STEPS * SHARE_ABOVE) - 1]
-    seen = {ENOUGH: loop.seen}
-    for variant in VARIANTS[1:]:
-        del loop
-        gc.collect()
-        torch.cuda.empty_cache()
-        loop = Loop(variant, memory_limit=limit_bytes + _ROOM_BYTES)
-        for rows in _samples(STEPS):
-            loop.train(rows)
-        loop.step.close()
-        seen[variant] = loop.seen
-    return limit_bytes + _ROOM_BYTES, seen
-
-
 def main() -> None:
     """Measure, write the tables and draw the picture."""
-    if ON_GPU:
-        _report_gpu(*measured_on_ranks(_train_on_gpu, RANKS, make_assets=no_assets))
-        return
     (long_rows, neighbour), run = measured_on_ranks(_measure, RANKS, make_assets=no_assets)
     draw(neighbour, PICTURE)
     _report(long_rows, neighbour, run)
@@ -248,18 +202,14 @@ def _rows(outcome: Outcome) -> list[list[str]]:
         first = seen.repeated[0] if seen.repeated else 0
         padding = 1 - sum(outcome.tokens) / seen.padded_tokens
         whole = sum(number == MICRO_BATCH for number in seen.rows) / len(seen.rows)
-        sizes = " > ".join(map(str, seen.smallest_failed)) or "-"
         cells = [variant, f"{_rate(outcome, variant, first):.3f}", str(len(seen.repeated)), f"{whole:.1%}"]
-        rows.append([*cells, f"{padding:.1%}", sizes, f"{outcome.rounding[variant]:.0e}"])
+        rows.append([*cells, f"{padding:.1%}", f"{outcome.rounding[variant]:.0e}"])
     return rows
 
 
 def draw(outcome: Outcome, path: Path) -> None:
     """Draw the rows of the largest micro-batch over the steps."""
-    import matplotlib as mpl  # not needed on the simulated GPU
-    from matplotlib.figure import Figure
-
-    colours = {LEARNS: "#0072B2", HALVES: "#D55E00"}
+    colours = {OURS: "#0072B2", HALVES: "#D55E00"}
     with mpl.rc_context({"svg.hashsalt": "after_errors", "svg.fonttype": "none", "font.family": "sans-serif"}):
         figure = Figure(figsize=(7.2, 2.4), layout="constrained")
         axes = figure.subplots()
@@ -275,7 +225,7 @@ def draw(outcome: Outcome, path: Path) -> None:
 
 def _report(long_rows: Outcome, neighbour: Outcome, run: dict[str, Any]) -> None:
     header = ["after an error", "speed / enough memory", "repeated steps", "steps with whole micro-batches", "padding"]
-    header += ["smallest size that failed, tokens", "largest difference of parameters"]
+    header += ["largest difference of parameters"]
     setting = (
         f"A model of linear layers under FSDP2, {ROWS} rows per rank and step in micro-batches of {MICRO_BATCH}, AdamW."
         f" Lengths are log-normal, with a median of {MEDIAN_TOKENS} tokens and a sigma of {SIGMA}. A micro-batch with"
@@ -299,32 +249,7 @@ def _report(long_rows: Outcome, neighbour: Outcome, run: dict[str, Any]) -> None
         "",
         *table(header, _rows(neighbour)),
         "",
-        f"Repeated steps of `{LEARNS}`: {', '.join(map(str, neighbour.seen[LEARNS].repeated))}.",
-    ]
-    publish(lines, RESULTS)
-
-
-def _report_gpu(measured: tuple[int, dict[str, Seen]], run: dict[str, Any]) -> None:
-    limit_bytes, seen = measured
-    header = ["after an error", "repeated steps", "thrashing", "micro-steps", "steps with whole micro-batches"]
-    rows = []
-    for variant, one in seen.items():
-        whole = sum(number == MICRO_BATCH for number in one.rows) / len(one.rows)
-        sizes = " > ".join(map(str, one.smallest_failed)) or "-"
-        rows.append([variant, str(len(one.repeated)), str(one.thrashing), str(one.micro_steps), f"{whole:.1%}", sizes])
-    lines = [
-        "# After an error of torch's allocator for CUDA, on a simulated GPU",
-        "",
-        provenance(ON_SIMULATED, device="a simulated GPU for each rank", **run),
-        "",
-        f"A model of {LAYERS} blocks of width {WIDTH} with {VOCABULARY} tokens under FSDP2, {ROWS} rows per rank and"
-        f" step in micro-batches of {MICRO_BATCH}. Lengths are log-normal, with a median of {MEDIAN_TOKENS} tokens and"
-        f" a sigma of {SIGMA}. The allocator may reserve {format_bytes(limit_bytes)}: what all but"
-        f" {round(STEPS * SHARE_ABOVE)} of the {STEPS} steps allocate, and {format_bytes(_ROOM_BYTES)}. Kernels compute"
-        " nothing, so nothing is timed. *Thrashing*: shortages in which the allocator freed its cache in two steps in a"
-        " row. *Micro-steps*: of rank 0, without those that were run again.",
-        "",
-        *table([*header, "smallest size that failed, tokens"], rows),
+        f"Repeated steps of `{OURS}`: {', '.join(map(str, neighbour.seen[OURS].repeated))}.",
     ]
     publish(lines, RESULTS)
 

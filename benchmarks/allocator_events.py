@@ -23,13 +23,13 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from benchmarks.forecast_accuracy import Case, config_of, draw_cases, write_checkpoint
-from benchmarks.live import live_recipe, probe_maker, workload_of
+from benchmarks.live import live_recipe, loop_of, probe_maker
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from tests.support.allocator import rises_by_events
 from tests.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.memory.devices import meter_for
-from torchtune_adaptive.plan.trace.client import Tracer
+from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "allocator_events_cpu.md"
@@ -67,17 +67,17 @@ def peaks_by_events(_: int, cfg: DictConfig) -> list[int]:
     """Peak bytes of real steps of ``SIZES`` rows: what model and optimizer hold, and the rise above it."""
     logging.disable(logging.WARNING)
     recipe = live_recipe(cfg)
-    workload = workload_of(recipe, is_metered=False)
+    loop = loop_of(recipe, is_metered=False)
     batch_of = probe_maker(recipe)
-    return [_peak_by_events(workload, batch_of(size)) for size in SIZES]
+    return [_peak_by_events(loop, batch_of(size)) for size in SIZES]
 
 
-def _peak_by_events(workload: Any, batch: Any) -> int:
+def _peak_by_events(loop: Any, batch: Any) -> int:
     torch.compiler.reset()  # code compiled for another size would make PyTorch compile for dynamic sizes
     for _ in range(2):
-        workload.train_step(batch)
-    held = meter_for(torch.device("cpu"), workload.model, workload.optimizers).peak_bytes
-    _, rises = rises_by_events(lambda: workload.train_step(batch))
+        loop.step(batch)
+    held = meter_for(torch.device("cpu"), loop.model, loop.optimizers).peak_bytes
+    _, rises = rises_by_events(lambda: loop.step(batch))
     return held + max(rises)
 
 

@@ -13,13 +13,14 @@ import argparse
 import gc
 import logging
 import math
+import multiprocessing
 import os
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,18 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 from tqdm import tqdm
 
-from benchmarks.live import live_recipe, real_steps, search_again, workload_of
+from benchmarks.live import live_recipe, loop_of, real_steps, search_again
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from tests.support.ranks import run_on_ranks
 from tests.support.recipe_runs import tiny_config
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES, Probe, SearchResult, usable_bytes
-from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.decide import BatchSizes, Device
 from torchtune_adaptive.plan.gpu import Overhead
-from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
+from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.settings import STRATEGIES, Strategy
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, make_tiny_assets
 
@@ -242,9 +243,9 @@ def measure(rank: int, cases: list[Case], tiny_dir: Path, directory: Path) -> li
     return [_truth(case, tiny_dir, directory) for case in cases]
 
 
-def step_probes(recipe: Any, workload: Workload, sizes: Iterable[int], *, limit_bytes: int | None) -> list[Probe]:
+def step_probes(recipe: Any, loop: Loop, sizes: Iterable[int], *, limit_bytes: int | None) -> list[Probe]:
     """Whole steps of ``sizes`` rows under ``limit_bytes``, up to the first that does not fit. A collective."""
-    with real_steps(recipe, workload, limit_bytes=limit_bytes) as prober:
+    with real_steps(recipe, loop, limit_bytes=limit_bytes) as prober:
         all(prober.fits(size) for size in sizes)
     return prober.probes
 
@@ -259,29 +260,29 @@ def limit_for(wanted_bytes: int) -> int:
 
 def _truth(case: Case, tiny_dir: Path, directory: Path) -> Truth:
     recipe = live_recipe(config_of(case, tiny_dir, directory))
-    workload = workload_of(recipe)
-    limit_bytes, above = _limit(recipe, workload, case)
+    loop = loop_of(recipe)
+    limit_bytes, above = _limit(recipe, loop, case)
     sizes = range(1, MOST_ROWS + 1)
-    probes = step_probes(recipe, workload, sizes, limit_bytes=usable_bytes(limit_bytes, MARGIN))
-    searches = {strategy: searched(recipe, workload, strategy, limit_bytes) for strategy in STRATEGIES}
+    probes = step_probes(recipe, loop, sizes, limit_bytes=usable_bytes(limit_bytes, MARGIN))
+    searches = {strategy: searched(recipe, loop, strategy, limit_bytes) for strategy in STRATEGIES}
     recipe.consensus.close()
-    del recipe, workload
+    del recipe, loop
     gc.collect()
     return Truth(limit_bytes, tuple(probes), above, searches)
 
 
-def _limit(recipe: Any, workload: Workload, case: Case) -> tuple[int, Probe]:
+def _limit(recipe: Any, loop: Loop, case: Case) -> tuple[int, Probe]:
     """The case's limit, by real steps without one, and the step of one row more than was drawn. A collective."""
-    below, above = step_probes(recipe, workload, [case.rows, case.rows + 1], limit_bytes=None)
-    fits, needs = (workload.consensus.max_over_ranks(probe.peak_bytes) for probe in (below, above))
+    below, above = step_probes(recipe, loop, [case.rows, case.rows + 1], limit_bytes=None)
+    fits, needs = (loop.consensus.max_over_ranks(probe.peak_bytes) for probe in (below, above))
     usable = {LIMITS[0]: fits, LIMITS[1]: max(fits, needs - 1), LIMITS[2]: int(fits + case.place * (needs - fits))}
     return limit_for(usable[case.limit]), above
 
 
-def searched(recipe: Any, workload: Workload, strategy: Strategy, limit_bytes: int) -> SearchResult:
+def searched(recipe: Any, loop: Loop, strategy: Strategy, limit_bytes: int) -> SearchResult:
     """What the recipe's own search finds. A collective."""
     options = {"max_batch_size": MOST_ROWS, "power_of_two": False, "margin": MARGIN, "memory_limit_bytes": limit_bytes}
-    return search_again(recipe, workload, wanted_rows=START_ROWS, strategy=strategy, **options)
+    return search_again(recipe, loop, wanted_rows=START_ROWS, strategy=strategy, **options)
 
 
 @dataclass(frozen=True)
@@ -358,7 +359,7 @@ class Comparison:
 def compare(cases: list[Case], tiny_dir: Path, directory: Path) -> list[Comparison]:
     """Forecast and measure ``cases``."""
     configs = [config_of(case, tiny_dir, directory) for case in cases]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         made = pool.map(forecast, cases, configs)
         forecasts = list(tqdm(made, desc="forecasts", unit=" cases", total=len(cases)))
     for cfg in configs:

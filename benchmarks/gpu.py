@@ -38,11 +38,7 @@ PARTS = {
     "tokens": 75,
     "loop": 120,
     "strategies": 60,
-    "objective": 120,
     "kernels": 300,
-    "outside": 75,
-    "command": 120,
-    "texts": 120,
 }
 _TIMES_WITHOUT_GPU = 4  # as many seconds if there is no GPU, so that a slow machine is no failure
 _GRACE_S = 15  # after which a part that has not ended gets SIGTERM
@@ -164,7 +160,7 @@ def _about(gpu: str | None, *, commit_name: str) -> str:
 
 def _write(results: list[Result], stem: Path, *, gpu: str | None) -> None:
     """Write the results in the order of ``PARTS``, below how each was measured."""
-    results = sorted(results, key=lambda result: list(PARTS).index(result["part"]))
+    results = sorted(results, key=lambda result: _place(result["part"]))
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     title, warning = _ABOUT.get(gpu, ("Measured on a GPU", ""))
@@ -178,6 +174,11 @@ def _write(results: list[Result], stem: Path, *, gpu: str | None) -> None:
         if result["ended"] != "done":
             lines += ["", f"## {result['part']}: not to its end", "", f"{result['ended']}."]
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def _place(part: str) -> int:
+    """Its place in ``PARTS``; results of parts that no longer exist come last."""
+    return [*PARTS, part].index(part)
 
 
 def _provenance(results: list[Result]) -> list[str]:

@@ -30,7 +30,7 @@ from tests.support.ranks import run_alone, run_on_ranks
 from tests.support.recipe_runs import COMMON, adaptive_recipe, finished, tiny_config
 from torchtune_adaptive.plan.config_plan import ConfigLaunch
 from torchtune_adaptive.plan.gpu import Card
-from torchtune_adaptive.plan.trace.client import Tracer
+from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.text import format_bytes
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, make_tiny_assets
 

@@ -16,18 +16,18 @@ from torchtune import training
 from torchtune.training.activations import checkpoint_wrapper
 
 from tests.support.recipe_runs import adaptive_recipe
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.search.probe import Prober
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES, SearchResult
-from torchtune_adaptive.engine.search.workload import Workload
 from torchtune_adaptive.stock import recipe as recipe_module
 from torchtune_adaptive.stock.configs import is_lora
 from torchtune_adaptive.training.batch.loader import StepSamples
-from torchtune_adaptive.training.batch.row_format import Row
+from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.objectives import Loss
 from torchtune_adaptive.training.sizes import SizeFinder, probe_batch
-from torchtune_adaptive.training.step_figures import StepResult
+from torchtune_adaptive.training.step_result import StepResult
 from torchtune_adaptive.training.train_step import TrainStep
 
 
@@ -129,31 +129,14 @@ def train_again(recipe: Any, *, seed: int) -> None:
 # ---- parts of an adaptive recipe
 
 
-def workload_of(recipe: Any, *, is_metered: bool = True) -> Workload:
+def loop_of(recipe: Any, *, is_metered: bool = True) -> Loop:
     """What a search with the recipe runs: its train step, with an exact meter of its own or with none."""
-    parts = recipe.parts
-    model, optimizers = nn.ModuleList(parts.models), parts.optimizer_policy.optimizers
-    meter = meter_for(parts.device, model, optimizers) if is_metered else None
-    step = TrainStep(
-        parts.objective,
-        parts.optimizer_policy,
-        collate=parts.collate,
-        device=parts.device,
-        phases=Phases(parts.models, meter),
-        meter=meter,
-    )
-    return Workload(
-        train_step=step,
-        model=model,
-        optimizers=optimizers,
-        device=parts.device,
-        meter=meter,
-        consensus=recipe.consensus,
-        release=parts.release,
-    )
+    step: TrainStep = recipe.parts.step
+    meter = meter_for(step.device, nn.ModuleList(step.models), step.policy.optimizers) if is_metered else None
+    return replace(step, phases=Phases(step.models, meter), meter=meter).loop(recipe.consensus)
 
 
-def probe_maker(recipe: Any) -> Callable[[int], list[list[Row]]]:
+def probe_maker(recipe: Any) -> Callable[[int], list[MicroBatch]]:
     """A function that makes a probe's micro-batches of n rows of the greatest length in training. A collective."""
     parts = recipe.parts
     row = parts.row_format.worst_case(
@@ -166,25 +149,25 @@ def probe_maker(recipe: Any) -> Callable[[int], list[list[Row]]]:
 
 
 @contextmanager
-def real_steps(recipe: Any, workload: Workload, *, limit_bytes: int | None) -> Iterator[Prober]:
+def real_steps(recipe: Any, loop: Loop, *, limit_bytes: int | None) -> Iterator[Prober]:
     """Inside, a warmed-up prober of the longest rows under ``limit_bytes``. Restores all state. A collective."""
-    meter = workload.meter_for_probes()
-    prober = Prober(workload, probe_maker(recipe), meter=meter, forecasts=False)
-    with meter.exactly(), workload.restored() as restore_optimizers:
+    meter = loop.meter_for_probes()
+    prober = Prober(loop, probe_maker(recipe), meter=meter, forecasts=False)
+    with meter.exactly(), loop.restored() as restore_optimizers:
         meter.limit_bytes = limit_bytes
         prober.warm_up(SMALL_BATCH_SIZES[0], after_failure=restore_optimizers)
         yield prober
 
 
-def search_again(recipe: Any, workload: Workload, *, wanted_rows: int, **settings: Any) -> SearchResult:
+def search_again(recipe: Any, loop: Loop, *, wanted_rows: int, **settings: Any) -> SearchResult:
     """What the recipe's search finds with other ``settings``. Restores all state. A collective."""
     parts = recipe.parts
     finder = SizeFinder(
-        workload,
+        loop,
         recipe.trainer.loader,
         parts.row_format,
         replace(recipe.settings, use_maximum_batch_size=True, **settings),
-        models=parts.models,
+        models=parts.step.models,
         wanted_rows=wanted_rows,
         tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
     )
@@ -193,17 +176,14 @@ def search_again(recipe: Any, workload: Workload, *, wanted_rows: int, **setting
     return result
 
 
-def timed_step(
-    recipe: Any, finish: TrainStep, samples: StepSamples, *, measured: bool = False
-) -> tuple[float, StepResult]:
+def timed_step(recipe: Any, samples: StepSamples, *, measured: bool = False) -> tuple[float, StepResult]:
     """Take an unmetered optimizer step over ``samples``: its seconds until all ranks are done, and its result.
 
-    A collective. ``finish`` is the train step that finishes it. A ``measured`` step also takes the gradient norms of a
-    small batch.
+    A collective. A ``measured`` step also takes the gradient norms of a small batch.
     """
     dist.barrier()
     started = time.perf_counter()
     sums = recipe.trainer.recoverable(replace(samples, measured=measured))
-    result = finish.finish(sums).read()
+    result = StepResult.read(recipe.parts.step.finish(sums), sums)
     dist.barrier()
     return time.perf_counter() - started, result

@@ -5,8 +5,8 @@
 Trains by the stock recipe and by the adaptive one, with recovery from out-of-memory errors and without, on two CPU
 ranks, all in the same processes. In each round every recipe trains a few steps, in an order that changes from round to
 round, so that other load on the machine affects all equally. A second stock recipe shows how much equal loops seem to
-differ. All must log the same losses, rates and gradient norms. In one more round, collectives and reads of tensors are
-counted. Prints a table and writes it to ``results/loop_cpu.md``.
+differ. All must log the same losses, rates and gradient norms. Prints tables and writes them to
+``results/loop_cpu.md``.
 """
 
 import time
@@ -23,7 +23,6 @@ import torch.distributed as dist
 from benchmarks.live import Watch, live_recipe, train_again
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
-from benchmarks.step_counts import STEPS, Counts, StepCounter
 from benchmarks.tables import publish, spread, table
 from benchmarks.turns import turns
 from tests.support.recipe_runs import RecordingLogger, stock_recipe, tiny_config
@@ -74,7 +73,7 @@ class Block:
         return 1e3 * self.num_tokens / (self.steps * self.wall_ms)
 
 
-Measured = tuple[dict[str, list[Block]], dict[str, Counts]]  # by variant: blocks by round, and counts of its steps
+Measured = dict[str, list[Block]]  # by variant: blocks by round
 
 
 class StepClock(RecordingLogger):
@@ -117,33 +116,29 @@ def _measure(tiny_dir: Path, cases: list[Case]) -> list[tuple[Case, Measured]]:
 
 
 def _measured(case: Case, tiny_dir: Path) -> Measured:
-    """Time and count the steps of each variant. A collective."""
+    """Time the steps of each variant. A collective."""
     steps = 1 + case.timed_steps  # the first step of a round is not timed: the data loader starts in it
-    rounds = 1 + case.rounds + 1  # not timed: the first, with lazy set-up, and the last, in which steps are counted
-    overrides = {
+    rounds = 1 + case.rounds  # the first, with lazy set-up, is not timed
+    overrides: dict[str, Any] = {
         "batch_size": case.batch_size,
         "tokenizer__max_seq_len": case.seq_len,
         "gradient_accumulation_steps": case.gradient_accumulation_steps,
         "max_steps_per_epoch": steps,
         "lr_scheduler__num_warmup_steps": rounds * steps,  # the schedule of one epoch would end too early
     }
-    counters = {variant: StepCounter() for variant in VARIANTS}
     recipes = {
-        variant: recipe_of(variant, case.kind, tiny_dir, tiny_dir.parent / "out", watch=counter, **overrides)
-        for variant, counter in counters.items()
+        variant: recipe_of(variant, case.kind, tiny_dir, tiny_dir.parent / "out", **overrides) for variant in VARIANTS
     }
     num_tokens = [_timed_tokens(recipes[STOCK], number, case) for number in range(rounds)]
     blocks: dict[str, list[Block]] = {variant: [] for variant in VARIANTS}
     for number, variant in race(recipes, rounds):
-        if number == rounds - 2:
-            counters[variant].count()  # in the last round
-        if 0 < number < rounds - 1 and dist.get_rank() == 0:
+        if number > 0 and dist.get_rank() == 0:
             first, *_, last = recipes[variant]._metric_logger.moments[-steps:]
             wall_ms, cpu_ms = (1e3 * (b - a) / case.timed_steps for a, b in zip(first, last, strict=True))
             blocks[variant].append(Block(num_tokens[number], case.timed_steps, wall_ms, cpu_ms))
     if dist.get_rank() == 0:
         _check_same(recipes.values(), steps=rounds * steps)
-    return blocks, {variant: counter.counts for variant, counter in counters.items()}
+    return blocks
 
 
 def race(recipes: dict[str, Any], rounds: int) -> Iterator[tuple[int, str]]:
@@ -188,16 +183,10 @@ def _ratios(case: Case, blocks: dict[str, list[Block]], clock: str) -> list[str]
     return [*cells, spread([a - b for a, b in zip(step_ms[ON], step_ms[STOCK], strict=True)], digits=1)]
 
 
-def _asked(case: Case, counts: dict[str, Counts]) -> list[list[str]]:
-    per_step = {variant: [f"{number / STEPS:g}" for number in counts[variant]] for variant in (STOCK, ON, OFF)}
-    return [[case.name, variant, *numbers] for variant, numbers in per_step.items()]
-
-
 def _report(measured: list[tuple[Case, Measured]], run: dict[str, Any]) -> None:
     names = (STOCK, ON, OFF)
     speeds = ["step", "rounds x steps", *(f"{name}, ms" for name in names), *(f"{name}, tokens/s" for name in names)]
     ratios = ["step", "clock", *(f"{one} / {other}" for one, other in RATIOS), f"{ON} - {STOCK}, ms"]
-    asked = ["step", "loop", "training collectives", "agreements", "reads"]
     lines = [
         "# Speed of the training loop without out-of-memory errors against the stock recipes, CPU",
         "",
@@ -207,20 +196,14 @@ def _report(measured: list[tuple[Case, Measured]], run: dict[str, Any]) -> None:
         " of every step are equal, bit for bit. Set-up, saving, the first round and the first step of each turn are not"
         " timed. Tokens are those not masked, over all ranks. Medians over the rounds:",
         "",
-        *table(speeds, [_speeds(case, blocks) for case, (blocks, _) in measured]),
+        *table(speeds, [_speeds(case, blocks) for case, blocks in measured]),
         "",
         "Ratios of speeds in each round, larger than 1 where the first is faster, and the difference of times per step;"
         " median [quartiles] over the rounds. By the wall's clock, and by the CPU time of rank 0's training thread,"
         " which leaves out its waits for the other rank and which other load on the machine disturbs less."
         f" '{STOCK_AGAIN}' is a second stock recipe: how far equal loops seem to differ.",
         "",
-        *table(ratios, [_ratios(case, blocks, clock) for case, (blocks, _) in measured for clock in ("wall", "cpu")]),
-        "",
-        "What a step asks for, on rank 0: collectives of the training's groups; those by which ranks agree, on the"
-        " CPU's own group; and tensors whose values Python reads, each of which is a wait for the training device, but"
-        " for the answers of agreements, which lie in host memory.",
-        "",
-        *table(asked, [row for case, (_, counts) in measured for row in _asked(case, counts)]),
+        *table(ratios, [_ratios(case, blocks, clock) for case, blocks in measured for clock in ("wall", "cpu")]),
     ]
     publish(lines, RESULTS)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.live import live_recipe, real_steps, workload_of
+from benchmarks.live import live_recipe, loop_of, real_steps
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
@@ -112,7 +112,7 @@ def _exhaustive(case: Case, usable_bytes: int, tiny_dir: Path) -> int:
     recipe = _recipe(case, tiny_dir, adaptive={"oom_recovery": False})
     peaks: list[int] = [0]
     too_large = 0
-    with real_steps(recipe, workload_of(recipe), limit_bytes=None) as prober:
+    with real_steps(recipe, loop_of(recipe), limit_bytes=None) as prober:
         while too_large <= BEYOND:
             prober.fits(len(peaks))
             peaks.append(recipe.consensus.max_over_ranks(prober.probes[-1].peak_bytes))

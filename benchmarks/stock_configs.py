@@ -3,8 +3,8 @@
     python -m benchmarks.stock_configs
 
 Traces a train step of every config that torchtune registers for a recipe that trains, except those in development. Each
-is traced on as many ranks as its header launches. Writes tables to ``docs/stock_configs.md``. Ends with status 1 if a
-config was neither planned nor refused. Models with images need torchvision.
+is traced on as many ranks as its header launches. Writes tables to ``results/stock_configs.md``. Ends with status 1 if
+a config was neither planned nor refused. Models with images need torchvision.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from benchmarks.tables import table
 from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.plan.decide import BatchSizes, Device
 from torchtune_adaptive.plan.gpu import Overhead
-from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.plan.trace.peaks import TracedStep
+from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import is_lora, load_config
 from torchtune_adaptive.stock.installed import stock_config_path
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "stock_configs.md"
+DOCUMENT = Path(__file__).parent / "results" / "stock_configs.md"
 _TRAINS = re.compile("(?!dev/).*(finetune|dpo|qat|distillation)")
 DEVICES_GIB = (24, 40, 80, 141)
 ROW_TOKENS = 2048  # where the config's tokenizer has none
@@ -105,7 +105,7 @@ def main() -> None:
     configs = stock_configs()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with context.Pool(jobs, maxtasksperchild=1) as pool:  # each process has one child, and measures it
+    with context.Pool(jobs, maxtasksperchild=1) as pool:
         planned = list(tqdm(pool.imap(plan, configs), total=len(configs), unit=" configs"))
     DOCUMENT.write_text(document(planned, jobs=jobs))
     print(f"{_counted(planned)}\nWritten to {DOCUMENT}")
@@ -149,12 +149,12 @@ def plan(config: StockConfig) -> Planned:
         return Planned(config, failed=str(error))
     except InputError as error:
         return Planned(config, refused=str(error))
-    took = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took = resource.getrusage(resource.RUSAGE_SELF)
     return Planned(config, step, seconds=took.ru_utime + took.ru_stime, resident_mib=took.ru_maxrss / 2**10)
 
 
 def document(planned: Sequence[Planned], *, jobs: int) -> str:
-    """The text of ``docs/stock_configs.md``."""
+    """The text of ``results/stock_configs.md``."""
     margin = AdaptiveSettings().margin
     lines = [
         "# The stock configs' batch sizes, planned without a GPU",

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torchtune.datasets import PackedDataset
 
-from benchmarks.live import live_recipe, timed_step, workload_of
+from benchmarks.live import live_recipe, loop_of, timed_step
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, spread, table
@@ -77,7 +77,6 @@ class Contestant:
     name: str
     recipe: Any
     steps: list[StepSamples]
-    finish: Any  # the train step that finishes an optimizer step; not metered, because it is timed
     limit: str  # of a micro-batch
     cost: Fraction = TAKEN
     num_samples: list[int] = field(default_factory=list)  # by step
@@ -93,12 +92,11 @@ class Contestant:
         """A contestant with a live recipe."""
         trainer = recipe.trainer
         steps = list(itertools.islice(trainer.loader.steps(0), 1 + rounds))
-        finish = workload_of(recipe, is_metered=False).train_step
-        return cls(name, recipe, steps, finish, str(trainer.micro_batches.limit))
+        return cls(name, recipe, steps, str(trainer.micro_batches.limit))
 
     def figures(self) -> "Contestant":
         """What was measured, without the recipe."""
-        return replace(self, recipe=None, steps=[], finish=None)
+        return replace(self, recipe=None, steps=[])
 
     @property
     def speeds(self) -> list[float]:
@@ -125,18 +123,18 @@ class Contestant:
 
     def find_peak(self) -> None:
         """Train on some steps under a meter without a limit. A collective."""
-        workload, limit_bytes = workload_of(self.recipe), self.recipe.settings.memory_limit_bytes
-        meter = workload.meter_for_probes()
+        loop, limit_bytes = loop_of(self.recipe), self.recipe.settings.memory_limit_bytes
+        meter = loop.meter_for_probes()
         meter.reset()
         for samples in self.steps[:_METERED]:
             with meter:
-                workload.train_step([one.rows for one in self.recipe.trainer.micro_batches.cut(samples)])
-        self.peak = workload.consensus.max_over_ranks(meter.peak_bytes) / limit_bytes
+                loop.step(self.recipe.trainer.micro_batches.cut(samples))
+        self.peak = loop.consensus.max_over_ranks(meter.peak_bytes) / limit_bytes
 
     def train(self, place: int) -> None:
         """One optimizer step on the samples at ``place``, timed until all ranks are done. A collective."""
         with self._cost():
-            seconds, result = timed_step(self.recipe, self.finish, self.steps[place])
+            seconds, result = timed_step(self.recipe, self.steps[place])
         self.seconds.append(seconds)
         self.losses.append(result.loss)
 
@@ -170,11 +168,7 @@ def _measured(samples: int, tiny_dir: Path, tries_costs: bool) -> tuple[list[Con
         one.find_peak()
     budget = variants[VARIANTS.index(TOKENS)]
     tries_costs &= samples == SAMPLES_PER_STEP[0]
-    costs = [
-        Contestant(str(cost), budget.recipe, budget.steps, budget.finish, budget.limit, cost)
-        for cost in COSTS
-        if tries_costs
-    ]
+    costs = [Contestant(str(cost), budget.recipe, budget.steps, budget.limit, cost) for cost in COSTS if tries_costs]
     for one in costs:
         one.count()
     for contestants in (variants, costs):

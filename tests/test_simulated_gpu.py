@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.on_gpu.neighbour import Neighbour
 from tests.support.ranks import device_of_rank, run_on_ranks
 
 pytestmark = pytest.mark.simulated_gpu
@@ -48,16 +47,6 @@ def test_an_operator_and_its_gradient_are_those_of_the_cpu(function: Function) -
         results.append((result.detach().cpu(), tensor.grad.cpu()))
     for on_cpu, on_gpu in zip(*results, strict=True):
         torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-4, atol=1e-5)
-
-
-def test_a_neighbour_takes_memory_past_the_allocator_of_torch_until_it_leaves() -> None:
-    neighbour = Neighbour()
-    neighbour.take(leave_bytes=256 * MIB)
-    assert 256 <= torch.cuda.mem_get_info()[0] / MIB < 258
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
-    neighbour.leave()
-    torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
 
 
 def test_dropout_depends_on_the_generator_of_the_gpu_alone() -> None:

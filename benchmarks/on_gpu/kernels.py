@@ -1,7 +1,6 @@
 """Sizes found and planned with other kernels: compiled code, and flex attention on packed rows."""
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -9,14 +8,13 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from benchmarks.live import probe_maker, workload_of
+from benchmarks.live import loop_of, probe_maker
 from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, start_group
-from benchmarks.on_gpu.sizes import SIZES, TRACES_AT_ONCE, cells, config_of, plan_of, searched
+from benchmarks.on_gpu.sizes import SIZES, cells, config_of, plan_of, searched, traced_step, tracing_processes
 from benchmarks.on_gpu.stage import Section, Stage
 from torchtune_adaptive.engine.search.throughput import tokens_per_second
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.plan.calibrate import CudaCard
-from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.text import format_bytes
 
 _SECONDS_FOR_ONE = 60.0
@@ -57,9 +55,9 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     ]
     section = Section(title="Other kernels", header=HEADER, rows=[], text=text, data=[])
     failed: list[str] = []
-    tracer, pool = Tracer(), ThreadPoolExecutor(1 if stage.is_rehearsal else TRACES_AT_ONCE)
+    pool = tracing_processes(stage)
     configs = [config_of(stage, case.config, limit_bytes, **case.keys) for case in cases(stage)]
-    traced = [pool.submit(tracer.step, cfg, world_size=1, seq_lens=[stage.seq_len]) for cfg in configs]
+    traced = [pool.submit(traced_step, cfg, stage.seq_len) for cfg in configs]
     for case, cfg, step in zip(cases(stage), configs, traced, strict=True):
         title = f"{case.config}, {case.title}"
         if stage.seconds_left < _SECONDS_FOR_ONE:
@@ -67,7 +65,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         else:
             try:
                 found = _measured(stage, cfg)
-                found |= plan_of(stage, cfg, limit_bytes, step, tracer, used=found["used"])
+                found |= plan_of(stage, cfg, limit_bytes, step, used=found["used"])
                 section.data.append({"case": title} | found)
                 outside = ", ".join(map(format_bytes, found["outside_bytes"]))
                 rates = ", ".join(f"{rate:.0f}" for rate in found.get("rates", {}).values())
@@ -87,15 +85,15 @@ def _measured(stage: Stage, cfg: DictConfig) -> dict[str, Any]:
     outside_bytes = _outside_bytes(stage)
     recipe = live_random_recipe(cfg)
     found = searched(recipe, is_timed=False)
-    workload, make_batch, used = workload_of(recipe), probe_maker(recipe), found["used"]
+    loop, make_batch, used = loop_of(recipe), probe_maker(recipe), found["used"]
     if not stage.is_simulated:
         found["rates"] = tokens_per_second(
-            workload, make_batch, sorted({1, used}, reverse=True), num_tokens=lambda rows: rows * stage.seq_len
+            loop, make_batch, sorted({1, used}, reverse=True), num_tokens=lambda rows: rows * stage.seq_len
         )
     if not stage.is_rehearsal:
         outside_bytes += _outside_bytes(stage)
-        found["kernels"] = _kernels_of_attention(partial(workload.train_step, make_batch(1)))
-    del workload, make_batch
+        found["kernels"] = _kernels_of_attention(partial(loop.step, make_batch(1)))
+    del loop, make_batch
     let_go(recipe)
     torch._dynamo.reset()
     return found | {"outside_bytes": outside_bytes}

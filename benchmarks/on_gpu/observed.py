@@ -22,9 +22,9 @@ class Observed(Watch):
 
     def begin(self, recipe: Any) -> None:
         super().begin(recipe)
-        self.is_cuda = recipe.parts.device.type == "cuda"
+        self.is_cuda = recipe.parts.step.device.type == "cuda"
         # Not at a step's end, which a step that fails does not reach.
-        recipe.parts.optimizer_policy.optimizers[-1].register_step_post_hook(lambda *_: self.note_peak())
+        recipe.parts.step.policy.optimizers[-1].register_step_post_hook(lambda *_: self.note_peak())
 
     def before_step(self, number: int) -> None:
         self._synchronize()

@@ -57,7 +57,7 @@ class Crowded(Observed):
         # An allocator's limit is on what it has reserved, of which a little stays free in blocks that are in use.
         used_bytes = torch.cuda.memory_reserved() if self.is_cuda else self.live_bytes()
         num_bytes = max(meter.limit_bytes - used_bytes - round(room * self._activations_bytes), 0)
-        self._tensor_in_the_way.enter_context(ballast(num_bytes, self.recipe.parts.device, meter=meter))
+        self._tensor_in_the_way.enter_context(ballast(num_bytes, self.recipe.parts.step.device, meter=meter))
 
 
 class Resized(Observed):

@@ -1,24 +1,25 @@
 """Batch sizes on cards with different memory: planned, found, with one more row, and their tokens per second."""
 
+import multiprocessing
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from benchmarks.live import probe_maker, workload_of
+from benchmarks.live import loop_of, probe_maker, real_steps
 from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
 from torchtune_adaptive.engine.memory.meter import device_memory_bytes
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
-from torchtune_adaptive.engine.search.find import first_that_fits
 from torchtune_adaptive.engine.search.throughput import tokens_per_second
 from torchtune_adaptive.errors import InputError, NothingFitsError, reason_of
-from torchtune_adaptive.plan.config_plan import ConfigLaunch
+from torchtune_adaptive.plan.config_plan import ConfigLaunch, as_traced
 from torchtune_adaptive.plan.gpu import Calibration, Card
-from torchtune_adaptive.plan.trace.client import Tracer
 from torchtune_adaptive.plan.trace.peaks import TracedStep
+from torchtune_adaptive.plan.trace.tracer import Tracer
+from torchtune_adaptive.settings import AdaptiveSettings
 
 _NUM_ROWS = 4096
 _SECONDS_FOR_ONE = 75.0  # a case is not begun with less than that left
@@ -46,16 +47,15 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         " interleaved steps."
     )
     failed: list[str] = []
-    with ThreadPoolExecutor(1 if stage.is_rehearsal else TRACES_AT_ONCE) as pool:
-        length, tracer = {"world_size": 1, "seq_lens": [stage.seq_len]}, Tracer()
-        traced = {name: pool.submit(tracer.step, config_of(stage, name, None), **length) for name in stage.configs}
+    with tracing_processes(stage) as pool:
+        traced = {name: pool.submit(traced_step, config_of(stage, name, None), stage.seq_len) for name in stage.configs}
         for name, limit_bytes in tqdm(cases, desc="sizes", unit=" cases"):
             case = f"{name} at {stage.limit_text(limit_bytes)}"
             if stage.seconds_left < _SECONDS_FOR_ONE:
                 sizes.text.append(f"Not measured, because no time was left: {case}.")
             else:
                 try:
-                    found = _case(stage, name, limit_bytes, traced[name], tracer)
+                    found = _case(stage, name, limit_bytes, traced[name])
                     sizes.data.append({"config": name, "limit_bytes": limit_bytes} | found)
                     sizes.rows.append([name, stage.limit_text(limit_bytes), *cells(found)])
                     if "tokens_per_second" in found:
@@ -77,8 +77,8 @@ def config_of(stage: Stage, name: str, limit_bytes: int | None, **keys: Any) -> 
     return cfg
 
 
-def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]", tracer: Tracer) -> dict[str, Any]:
-    """What was found for one config under one limit; ``tracer`` has its step as soon as ``traced`` is done."""
+def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]") -> dict[str, Any]:
+    """What was found for one config under one limit."""
     whole = not stage.is_rehearsal and limit_bytes == device_memory_bytes(stage.device)
     cfg = config_of(stage, name, None if whole else limit_bytes)
     found: dict[str, Any] = {"stock_batch_size": int(cfg.batch_size)}
@@ -91,7 +91,7 @@ def _case(stage: Stage, name: str, limit_bytes: int, traced: "Future[TracedStep]
     else:
         found |= searched(recipe, is_timed=limit_bytes == max(stage.limits_bytes) and not stage.is_simulated)
         let_go(recipe)
-    return found | plan_of(stage, cfg, limit_bytes, traced, tracer, used=found.get("used"))
+    return found | plan_of(stage, cfg, limit_bytes, traced, used=found.get("used"))
 
 
 def searched(recipe: Any, *, is_timed: bool) -> dict[str, Any]:
@@ -110,19 +110,42 @@ def searched(recipe: Any, *, is_timed: bool) -> dict[str, Any]:
         "allocated_peak_bytes": max(probes[used].phase_peak_bytes.values()),
         "usable_bytes": result.usable_bytes,
     }
-    workload, make_batch = workload_of(recipe), probe_maker(recipe)
+    loop, make_batch = loop_of(recipe), probe_maker(recipe)
     if exact < result.bound:
-        above = first_that_fits(workload, make_batch, [exact + 1], options=recipe.settings.search_options)
-        found["one_more_fits"] = above is not None
+        with real_steps(recipe, loop, limit_bytes=result.usable_bytes) as prober:
+            found["one_more_fits"] = prober.fits(exact + 1)
     if is_timed:
         seq_len, sizes = recipe.trainer.sizes.seq_len, sorted({min(recipe.parts.batch_size, used), used})
-        rates = tokens_per_second(workload, make_batch, sizes, num_tokens=lambda rows: rows * seq_len)
+        rates = tokens_per_second(loop, make_batch, sizes, num_tokens=lambda rows: rows * seq_len)
         found["tokens_per_second"] = rates
     return found
 
 
+def tracing_processes(stage: Stage) -> ProcessPoolExecutor:
+    """Processes for traces, which start a process group of their own, as a recipe does in this process."""
+    return ProcessPoolExecutor(
+        1 if stage.is_rehearsal else TRACES_AT_ONCE, mp_context=multiprocessing.get_context("spawn")
+    )
+
+
+def traced_step(cfg: DictConfig, seq_len: int) -> TracedStep:
+    """The step of ``cfg`` on one rank, as a plan traces it."""
+    return Tracer().step(as_traced(cfg, AdaptiveSettings.from_cfg(cfg)), world_size=1, seq_lens=[seq_len])
+
+
+class Traced(Tracer):
+    """Gives a plan the step that another process has traced."""
+
+    def __init__(self, step: TracedStep) -> None:
+        super().__init__()
+        self._step = step
+
+    def step(self, *_: Any, **__: Any) -> TracedStep:
+        return self._step
+
+
 def plan_of(
-    stage: Stage, cfg: DictConfig, limit_bytes: int, traced: "Future[TracedStep]", tracer: Tracer, *, used: int | None
+    stage: Stage, cfg: DictConfig, limit_bytes: int, traced: "Future[TracedStep]", *, used: int | None
 ) -> dict[str, Any]:
     """A plan for the limit once ``traced`` is done, with a calibration of this device if there is one."""
     path = stage.calibration_path
@@ -131,8 +154,7 @@ def plan_of(
     card = Card(name=stage.limit_text(card_bytes), memory_bytes=card_bytes, calibration=calibration)
     launch = ConfigLaunch(title="random weights", cfg=cfg, card=card, seq_lens=(stage.seq_len,))
     try:
-        traced.result()
-        planned = launch.plan(tracer)
+        planned = launch.plan(Traced(traced.result()))
     except InputError as error:
         return {"not_planned": str(error)}
     (length,) = planned.lengths

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.live import probe_maker, search_again, workload_of
+from benchmarks.live import loop_of, probe_maker, search_again
 from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
 from benchmarks.peers.rfc import bisect, by_difference, is_out_of_memory
-from torchtune_adaptive.engine.search.workload import Workload
+from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.settings import STRATEGIES
 
 _MOST_ROWS = 1024
@@ -26,7 +26,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     settings = {"memory_limit": limit_bytes, "margin": _MARGIN, "power_of_two": False}
     cfg = random_config(stage, stage.lora, num_rows=_MOST_ROWS, use_maximum_batch_size=True, adaptive=settings)
     recipe = live_random_recipe(cfg)
-    workload = workload_of(recipe)
+    loop = loop_of(recipe)
     cells: list[list[str]] = []
     data: list[dict[str, Any]] = []
     text = [
@@ -40,7 +40,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     searches |= {"RFC: bisect": _bisection, "RFC: difference": _difference}
     for name, search in searches.items():
         started = time.perf_counter()
-        size, steps, ooms = search(recipe, workload)
+        size, steps, ooms = search(recipe, loop)
         seconds = time.perf_counter() - started
         cells.append([name, str(size), str(steps), str(ooms), f"{seconds:.1f}"])
         data.append({"search": name, "size": size, "steps": steps, "ooms": ooms, "seconds": seconds})
@@ -50,40 +50,41 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
 Answer = tuple[int, int, int]  # size found, whole steps, out-of-memory errors
 
 
-def _ours(recipe: Any, workload: Workload, strategy: Any) -> Answer:
-    result = search_again(recipe, workload, wanted_rows=recipe.parts.batch_size, strategy=strategy)
+def _ours(recipe: Any, loop: Loop, strategy: Any) -> Answer:
+    result = search_again(recipe, loop, wanted_rows=recipe.parts.batch_size, strategy=strategy)
     ooms = sum(not probe.fits for probe in result.probes)
     return result.exact_batch_size, 1 + len(result.probes) - ooms, ooms
 
 
-def _bisection(recipe: Any, workload: Workload) -> Answer:
-    make_batch, meter = probe_maker(recipe), workload.meter_for_probes()
+def _bisection(recipe: Any, loop: Loop) -> Answer:
+    make_batch, meter = probe_maker(recipe), loop.meter_for_probes()
     steps = ooms = 0
 
     def is_oom(rows: int) -> bool:
         nonlocal steps, ooms
         with meter:
-            failed = is_out_of_memory(workload.train_step, make_batch(rows))
-        workload.clean_up()
+            failed = is_out_of_memory(loop.step, make_batch(rows))
+        loop.clean_up()
         steps, ooms = steps + (not failed), ooms + failed
         return failed
 
-    with meter.exactly(), workload.restored():
+    with meter.exactly(), loop.restored():
         meter.limit_bytes = recipe.trainer.sizes.result.usable_bytes
         return bisect(is_oom, most=_MOST_ROWS), steps, ooms
 
 
-def _difference(recipe: Any, workload: Workload) -> Answer:
+def _difference(recipe: Any, loop: Loop) -> Answer:
     make_batch, parts = probe_maker(recipe), recipe.parts
-    meter: Any = workload.meter_for_probes()
+    meter: Any = loop.meter_for_probes()
 
     def allocated_bytes(rows: int) -> int:
         """The bytes allocated after the forward pass, while its activations are held."""
-        batch = {name: values.to(parts.device) for name, values in parts.collate(make_batch(rows)[0]).items()}
+        batch = parts.step.collate(make_batch(rows)[0].rows)
+        batch = {name: values.to(parts.step.device) for name, values in batch.items()}
         del batch["labels"]
         with meter:
-            logits = parts.models[0](**batch)
-        allocated = torch.cuda.memory_allocated() if parts.device.type == "cuda" else meter.live_bytes
+            logits = parts.step.models[0](**batch)
+        allocated = torch.cuda.memory_allocated() if parts.step.device.type == "cuda" else meter.live_bytes
         del logits
         return allocated
 

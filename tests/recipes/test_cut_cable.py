@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.cut_cable import SCENARIOS, Outcome, Scenarios
+from tests.support.cable_scenarios import SCENARIOS, Outcome, Scenarios
 from tests.support.two_machines import missing
 
 pytestmark = pytest.mark.exhaustive
 GOES_ON = {"undisturbed", "slow", "lossy", "cut_for_a_moment", "unplugged_for_a_moment"}
-# docs/several_nodes.md: 30 s, and 5 s until an error of torch is shown. The rest is for a busy machine.
+# docs/design.md: 30 s, and 5 s until an error of torch is shown. The rest is for a busy machine.
 LONGEST_S = 60.0
 
 

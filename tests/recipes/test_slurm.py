@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from benchmarks.slurm import SCENARIOS, Outcome, Scenarios
 from tests.support.slurm import cluster, missing
+from tests.support.slurm_scenarios import SCENARIOS, Outcome, Scenarios
 
 pytestmark = pytest.mark.exhaustive
 REQUEUED = "REQUEUED, then COMPLETED, 0:0"

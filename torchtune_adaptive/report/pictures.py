@@ -45,12 +45,10 @@ class Picture:
 
     Attributes:
         name: of its file, without the ending.
-        title: a heading.
         draw: makes the figure.
     """
 
     name: str
-    title: str
     draw: Callable[[], "Figure"]
 
     def svg(self) -> str:
@@ -64,10 +62,9 @@ def pictures(run: Run) -> list[Picture]:
     for search in run.searches:
         if search.result.probes:
             name = f"report_search_{search.of}" if search.of else "report_search"
-            title = f"Peak memory of each probe{f' ({search.of})' if search.of else ''}"
-            found.append(Picture(name, title, partial(_search_figure, search)))
+            found.append(Picture(name, partial(_search_figure, search)))
     if run.steps:
-        found.append(Picture("report_steps", "Optimizer steps", partial(_steps_figure, run)))
+        found.append(Picture("report_steps", partial(_steps_figure, run)))
     return found
 
 

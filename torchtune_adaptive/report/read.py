@@ -72,11 +72,11 @@ def read_run(output_dir: Path) -> Run:
     path = output_dir / LOG_NAME
     if not path.exists():
         missing = f"has no {LOG_NAME}" if output_dir.exists() else "is not there"
-        raise InputError(f"`OUTPUT_DIR` must be the `output_dir` of a run, but {quote(str(output_dir))} {missing}.")
+        raise InputError(f"`OUTPUT_DIR` is not the `output_dir` of a run: {quote(str(output_dir))} {missing}.")
     try:
         return _run(output_dir, _whole_lines(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} must be as a run wrote it, but failed: {reason_of(error)}.") from error
+        raise InputError(f"{path} is no log of a run: {reason_of(error)}.") from error
 
 
 def _run(output_dir: Path, lines: Sequence[Mapping[str, Any]]) -> Run:

@@ -91,8 +91,6 @@ def _shortage(one: Mapping[str, Any]) -> str:
     is_out, before, after = one["event"] == OUT_OF_MEMORY, one["before"], one["after"]
     what = "ran out of memory" if is_out else "released the allocator's cache in two steps in a row"
     change = "no change" if before == after else f"micro-batch {before} -> {after} {one['unit']}"
-    if one.get("too_large") is not None:
-        change = f"micro-batches of {one['too_large']} {one['size_unit']} or more are cut from now on"
     return f"step {one['step']}: {ranks_text(one['ranks'])} {what} in {one['phase']} ({one['figures']}); {change}"
 
 
