@@ -13,7 +13,7 @@ from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_tog
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.timeline import CurvedForecast, Forecast, Timeline
-from torchtune_adaptive.engine.recovery.columns import copied, was_changed
+from torchtune_adaptive.engine.recovery.columns import copied, leaves, was_changed
 from torchtune_adaptive.engine.search.strategies import FAILURES, NO_BOUND, SMALL_BATCH_SIZES, Probe
 from torchtune_adaptive.errors import InputError
 
@@ -324,7 +324,7 @@ class Prober:
             self._made_rows = self._rows.count(batch, batch_size)
             self._made_the_same = self._rows.is_the_same(batch)
         given = copied(batch) if self._gives_copies else batch
-        self._meter.count(given)
+        self._meter.count([given, *leaves(given)])  # also tensors in dataclasses
         with self._meter:
             self._loop.step(given)
         self._gives_copies = self._gives_copies and was_changed(given, batch)
