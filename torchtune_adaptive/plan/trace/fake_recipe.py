@@ -62,7 +62,7 @@ class FakeRecipe:
     def __init__(self, cfg: DictConfig, *, num_layers: int | None = None) -> None:
         self._cfg = cfg
         self._like_cuda = str(cfg.device).startswith("cuda")
-        self._mode = FakeStep(like_cuda=self._like_cuda)
+        self._mode = FakeStep(like_cuda=self._like_cuda, values_are_fixed=True)
         recipe = _set_up_recipe(cfg, self._mode, num_layers)
         true_nums = recipe.true_nums
         if num_layers is not None and len(set(true_nums)) > 1:

@@ -5,7 +5,7 @@ positions, are computed nevertheless: models read them to choose their operation
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -32,6 +32,7 @@ _FACTORIES = {
     _ATEN.ones.default,
     _ATEN.zeros.default,
 }
+_PLAIN = (torch.Tensor, nn.Parameter)
 _MOST_KNOWN = 2**20  # elements of a tensor whose values are known
 _UNKNOWN_INTEGER = 99_991  # no size that anybody would choose
 _TOKENS_PER_BLOCK = 128  # of flash attention
@@ -47,6 +48,9 @@ class FakeStep(FakeTensorMode):
     An unknown value that is read, for example by ``loss.item()``, is False if it is a bool, and 1 if it is a float. An
     integer is a number that must not become a size.
 
+    Args:
+        values_are_fixed: the known values are those of any batch, so that results may have sizes that depend on them.
+
     Attributes:
         like_cuda: code for CUDA runs on the fake tensors, which are on the device "cpu".
         num_operations: operations so far.
@@ -54,9 +58,10 @@ class FakeStep(FakeTensorMode):
         attention_elements: of the largest query of an attention operation, with tokens rounded up to blocks of 128.
     """
 
-    def __init__(self, *, like_cuda: bool) -> None:
+    def __init__(self, *, like_cuda: bool, values_are_fixed: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.like_cuda = like_cuda
+        self._values_are_fixed = values_are_fixed
         self.num_operations = 0
         self.has_read_values = False
         self.attention_elements = 0
@@ -105,7 +110,8 @@ class FakeStep(FakeTensorMode):
         self.num_operations += 1
         if func is _READ:
             return self._read(args[0])
-        if torch.Tag.dynamic_output_shape in func.tags and (func is not _INDEX or _has_mask(args[1])):
+        is_dynamic = torch.Tag.dynamic_output_shape in func.tags and (func is not _INDEX or _has_mask(args[1]))
+        if is_dynamic and not self._values_are_fixed:
             raise DynamicOutputShapeException(func)  # even if values are known: those of other batches differ
         if is_cuda(kwargs.get("device")):  # a default device, which the function mode does not see
             kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -113,7 +119,7 @@ class FakeStep(FakeTensorMode):
             kwargs = {**kwargs, "pin_memory": False}
         if self.has_read_values:
             _require_known_sizes(func, args, kwargs)
-        if func not in self.lift_fns:  # which get the values of `torch.tensor`
+        if func not in self.lift_fns and _has_plain((args, kwargs.values())):  # these get values of `torch.tensor`
             args, kwargs = tree_map_only(torch.Tensor, self._adopt, (args, kwargs))
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _FACTORIES:
@@ -127,7 +133,7 @@ class FakeStep(FakeTensorMode):
 
     def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake tensor that stands for one that was made before the trace, as long as that one lives."""
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
+        if type(tensor) not in _PLAIN:
             return tensor
         if tensor not in self._adopted:
             if tensor.is_meta:
@@ -140,7 +146,7 @@ class FakeStep(FakeTensorMode):
 
     def _keep_storages(self, values: Any) -> None:
         for value in tree_leaves(values):
-            if isinstance(value, FakeTensor) and value.device.type == "cpu":
+            if isinstance(value, FakeTensor) and value.fake_device.type == "cpu":
                 storage = value.untyped_storage()
                 self._storages[storage._cdata] = storage
 
@@ -155,11 +161,21 @@ class FakeStep(FakeTensorMode):
         return 1.0 if tensor.is_floating_point() or tensor.is_complex() else _UNKNOWN_INTEGER
 
     def _known(self, made: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        if made.is_floating_point() or made.is_complex() or made.device.type != "cpu" or made.numel() > _MOST_KNOWN:
+        if (
+            made.is_floating_point()
+            or made.is_complex()
+            or made.fake_device.type != "cpu"
+            or made.numel() > _MOST_KNOWN
+        ):
             return made
         with _disable_current_modes():
             real = func(*args, **kwargs)
         return self.fake(real)
+
+
+def _has_plain(values: Iterable[Any]) -> bool:
+    """Whether there is a tensor that is not fake, also within lists and tuples."""
+    return any(type(one) in _PLAIN or (isinstance(one, list | tuple) and _has_plain(one)) for one in values)
 
 
 def _has_mask(indices: Any) -> bool:

@@ -53,6 +53,11 @@ def fake_like(tensor: Any) -> Any:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """The tensor's device. That of a fake one is found without an operation."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
 @contextmanager
 def optimizers_choose_as_on_cuda() -> Iterator[None]:
     """By default an optimizer steps over lists of tensors (foreach) on CUDA, and over single tensors on a CPU.

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torchtune_adaptive.engine.memory.operations import plain_parts
 from torchtune_adaptive.engine.memory.storages import Storages, WatchOperations
 from torchtune_adaptive.engine.memory.timeline import Timeline
+from torchtune_adaptive.plan.trace.fake_tensors import device_of
 
 CUDA_GRANULARITY_BYTES = 512  # of its caching allocator (kMinBlockSize in c10/core/AllocatorConfig.h of torch 2.13)
 Kind: TypeAlias = Literal[
@@ -129,7 +130,7 @@ class StepTrace:
             return
         for leaf in tree_leaves(outputs):
             for tensor in plain_parts(leaf):
-                if tensor.device.type == "cpu":
+                if device_of(tensor).type == "cpu":
                     self._storages.see(tensor.untyped_storage())
         if func.namespace == "fsdp":
             self._mark_fsdp_tensors(func.__name__, inputs, outputs)
@@ -159,6 +160,8 @@ class _WatchFakes(WatchOperations):
     """Waiting for a functional collective returns its tensor. On fake tensors torch would return a new one."""
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.prim.device.default:  # half of all operations: answered here, without further modes
+            return device_of(args[0])
         if func is not torch.ops._c10d_functional.wait_tensor.default:
             return super().operation(func, args, kwargs)
         self._after_operation(func, (args, kwargs), args[0])
