@@ -9,5 +9,5 @@ import pytest
 def folder_of_trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The folder of ``FOLDER_OF_TRAINERS``, which trainers write to, in this process and in those that tests start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOLDER_OF_TRAINERS", str(tmp_path_factory.mktemp("hosts")))
+        patch.setenv("FOLDER_OF_TRAINERS", str(tmp_path_factory.mktemp("trainers")))
         yield

@@ -49,7 +49,7 @@ def found(
     batches = [TrainerBatch(first or collate([row(3), row(2)]), None, 1)]
     loader = SimpleNamespace(dataset=data, collate_fn=collate)
     worst, most = worst_batches(loader, batches, cutter, shows_progress=False)
-    return [one.inputs for one in worst.of(size)], most
+    return [one.inputs for one in worst.of(size, len(worst))], most
 
 
 def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -196,9 +196,8 @@ def test_more_batches_can_be_made_to_have_as_many_on_all_ranks() -> None:
     worst, _ = worst_batches(
         loader, [TrainerBatch(collate([row(3)]), None, 1)], TrainerBatches(4), shows_progress=False
     )
-    assert (worst.number, len(worst.of(2))) == (1, 1)
-    worst.number = 3
-    assert [one.inputs["input_ids"].shape for one in worst.of(2)] == [(2, 9)] * 3
+    assert len(worst) == 1
+    assert [one.inputs["input_ids"].shape for one in worst.of(2, 3)] == [(2, 9)] * 3
 
 
 # ---- no trace
@@ -381,9 +380,9 @@ def unpicklable(rows: Sequence[Row]) -> dict[str, Any]:
             "another process cannot read or collate a sample (RuntimeError: Cannot re-initialize CUDA",
         ),
         ([row(3)], unpicklable, "another process cannot read or collate a sample (AttributeError: Can't pickle local"),
-        (Dies([row(3)]), collate, "another process cannot read or collate a sample (it has ended early)"),
-        (Exits([row(3)]), collate, "another process cannot read or collate a sample (SystemExit: 3 ("),
-        (Hangs([row(3)]), collate, "another process cannot read or collate a sample (it has not answered for 0.5 s)"),
+        (Dies([row(3)]), collate, "another process cannot read or collate a sample (DataLoader worker (pid"),
+        (Exits([row(3)]), collate, "another process cannot read or collate a sample (DataLoader worker (pid"),
+        (Hangs([row(3)]), collate, "another process cannot read or collate a sample (DataLoader timed out"),
     ],
 )
 def test_without_a_look_at_the_data_the_first_step_is_used(
@@ -413,4 +412,4 @@ def test_a_machine_that_cannot_fork_uses_the_first_step(
     monkeypatch.setattr(os, "fork", fails)
     (batch,), _ = found([row(9)], first=collate([row(5)]))
     assert batch["input_ids"].shape == (4, 5)
-    assert "(OSError: [Errno 12] Cannot allocate memory)" in texts(caplog)[0]
+    assert "([Errno 12] Cannot allocate memory)" in texts(caplog)[0]

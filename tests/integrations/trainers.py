@@ -4,9 +4,9 @@
 # The types of transformers do not hold.
 
 import contextlib
+import multiprocessing
 import os
 import random
-import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -41,7 +41,7 @@ from torchtune_adaptive.testing import Fault, wrap_micro_steps
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
 
-HOSTS = ("trainer", "sft", "lora", "dpo", "reward")
+KINDS = ("trainer", "sft", "lora", "dpo", "reward")
 BATCH, STEPS = 4, 3
 LIMITS = {"trainer": "650KiB", "sft": "4MiB", "lora": "4MiB", "dpo": "16MiB", "reward": "1200KiB"}  # of a search
 _BASES = {"trainer": Trainer, "sft": SFTTrainer, "lora": SFTTrainer, "dpo": DPOTrainer, "reward": RewardTrainer}
@@ -49,7 +49,7 @@ _NOT_TRAINING = ("runtime", "per_second")  # in names of what is logged
 
 
 Around = Callable[[int, Callable[[], Any]], Any]
-Cuts = dict[int, tuple[int, int | None]]  # of each step: samples of a micro-batch, and the size from which it is cut
+Cuts = dict[int, int]  # samples of a micro-batch in each step
 
 
 class Outcome(NamedTuple):
@@ -69,28 +69,29 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=one, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>")
 
 
-def saved_model(host: str) -> str:
+def saved_model(kind: str) -> str:
     """The folder of a tiny model, the same for every process of the tests."""
-    folder = f"{os.environ['FOLDER_OF_TRAINERS']}/{'classifier' if host == 'reward' else 'causal'}"
+    folder = f"{os.environ['FOLDER_OF_TRAINERS']}/{'classifier' if kind == 'reward' else 'causal'}"
     if not os.path.exists(folder):
         made = tempfile.mkdtemp(dir=os.path.dirname(folder))
         torch.manual_seed(0)
         sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
         tokens = {"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 2}
-        config = LlamaConfig(**sizes, **tokens, num_attention_heads=2, num_labels=1 if host == "reward" else 2)
-        kind = LlamaForSequenceClassification if host == "reward" else LlamaForCausalLM
-        kind(config).save_pretrained(made)
+        config = LlamaConfig(**sizes, **tokens, num_attention_heads=2, num_labels=1 if kind == "reward" else 2)
+        architecture = LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM
+        architecture(config).save_pretrained(made)
         tokenizer().save_pretrained(made)
         with contextlib.suppress(OSError):  # another rank was faster
             os.rename(made, folder)
     return folder
 
 
-def model(host: str, *, is_sharded: bool = False, dropout: float = 0.1) -> Any:
-    kind = LlamaForSequenceClassification if host == "reward" else LlamaForCausalLM
+def model(kind: str, *, is_sharded: bool = False, dropout: float = 0.1) -> Any:
+    architecture = LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM
     sharded = {"distributed_config": DistributedConfig(fsdp_size=2)} if is_sharded else {}
-    labels = {"num_labels": 1} if host == "reward" else {}
-    return kind.from_pretrained(saved_model(host), attention_dropout=dropout, dtype=torch.float32, **sharded, **labels)
+    labels = {"num_labels": 1} if kind == "reward" else {}
+    options = {"attention_dropout": dropout, "dtype": torch.float32, **sharded, **labels}
+    return architecture.from_pretrained(saved_model(kind), **options)
 
 
 def text(seed: int, longest: int = 14) -> str:
@@ -98,10 +99,10 @@ def text(seed: int, longest: int = 14) -> str:
     return " ".join(f"w{chance.randint(3, 63)}" for _ in range(chance.randint(2, longest)))
 
 
-def rows(host: str, number: int) -> Any:
-    if host in ("sft", "lora"):
+def rows(kind: str, number: int) -> Any:
+    if kind in ("sft", "lora"):
         return Dataset.from_list([{"text": text(seed)} for seed in range(number)])
-    if host in ("dpo", "reward"):
+    if kind in ("dpo", "reward"):
         both = ({"chosen": f" {text(1000 + seed)}", "rejected": f" {text(2000 + seed)}"} for seed in range(number))
         return Dataset.from_list([{"prompt": text(seed), **one} for seed, one in enumerate(both)])
     return [{"input_ids": [int(word[1:]) for word in text(seed).split()]} for seed in range(number)]
@@ -129,7 +130,7 @@ def with_prompts(lengths: list[tuple[int, int]]) -> dict[str, Any]:
 
 
 def make(
-    host: str,
+    kind: str,
     *,
     is_adaptive: bool = True,
     base: type | None = None,
@@ -162,32 +163,32 @@ def make(
     if sharding == "accelerate":
         layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         common |= {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT", **layers}}
-    folder = saved_model(host)
-    more: dict[str, Any] = {"train_dataset": rows(host, number_of_rows)}
-    if host == "trainer":
+    folder = saved_model(kind)
+    more: dict[str, Any] = {"train_dataset": rows(kind, number_of_rows)}
+    if kind == "trainer":
         arguments = TrainingArguments(folder, **common)
         more["data_collator"] = collate
     else:
         more["processing_class"] = tokenizer()
-        common = {"gradient_checkpointing": host == "lora", **common}
-        if host == "dpo":
+        common = {"gradient_checkpointing": kind == "lora", **common}
+        if kind == "dpo":
             arguments = DPOConfig(folder, **{"max_length": 32, "beta": 0.5, **common})
-        elif host == "reward":
+        elif kind == "reward":
             arguments = RewardConfig(folder, **{"max_length": 32, "disable_dropout": False, **common})
         else:
             arguments = SFTConfig(folder, **{"max_length": 16, **common})
-    if host == "lora":
+    if kind == "lora":
         more["peft_config"] = LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout)
-    kind = base or _BASES[host]
-    if is_adaptive and not issubclass(kind, AdaptiveTrainerMixin):
-        kind = type(f"Adaptive{kind.__name__}", (AdaptiveTrainerMixin, kind), {})
+    trainer = base or _BASES[kind]
+    if is_adaptive and not issubclass(trainer, AdaptiveTrainerMixin):
+        trainer = type(f"Adaptive{trainer.__name__}", (AdaptiveTrainerMixin, trainer), {})
     transformers.set_seed(3)
     torch.manual_seed(5)
-    one = model(host, is_sharded=sharding == "load", dropout=dropout)
+    one = model(kind, is_sharded=sharding == "load", dropout=dropout)
     if sharding == "accelerate":  # which refuses FSDP2 on CPUs
         AcceleratorState._reset_state()
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_NPU
-    return kind(args=arguments, **{"model": one, **more, **(options or {})})
+    return trainer(args=arguments, **{"model": one, **more, **(options or {})})
 
 
 def outcome(trainer: Any, operations: int = 0) -> Outcome:
@@ -227,9 +228,9 @@ def trained_around(trainer: Any, around: Callable[[Any], Around]) -> Outcome:
         wrap_micro_steps(step, around(trainer))
         cut = step._cutter.cut
 
-        def noted(samples: Any, sizes: Any) -> Any:
-            cuts[step._number] = trainer._batches.size, sizes.limit
-            return cut(samples, sizes)
+        def noted(samples: Any) -> Any:
+            cuts[step._number] = trainer._batches.size
+            return cut(samples)
 
         step._cutter.cut = noted
 
@@ -242,13 +243,13 @@ def told(trainer: Any, cuts: Cuts) -> Outcome:
     def change(step: Any) -> None:
         cut = step._cutter.cut
 
-        def as_told(samples: Any, sizes: Any) -> Any:
-            trainer._batches.size, sizes.smallest_failed = cuts[step._number]
-            return cut(samples, sizes)
+        def as_told(samples: Any) -> Any:
+            trainer._batches.size = cuts[step._number]
+            return cut(samples)
 
         step._cutter.cut = as_told
 
-    return trained_with(trainer, change)
+    return without_memory(trained_with(trainer, change))  # a larger size than in the step before is an event
 
 
 def counted(trainer: Any) -> Outcome:
@@ -306,14 +307,14 @@ def without_memory(one: Outcome) -> Outcome:
     return one._replace(logs=logs)
 
 
-def comparisons(host: str, accumulation: int, *, sharding: str = "", rank: int = 0) -> dict[str, Any]:
+def comparisons(kind: str, accumulation: int, *, sharding: str = "", rank: int = 0) -> dict[str, Any]:
     """How trainings with faults and without differ from those that they must equal."""
     common = {"accumulation": accumulation, "sharding": sharding}
 
     def ours(size: int) -> Any:
-        return make(host, options={"micro_batch_size": size}, **common)
+        return make(kind, options={"micro_batch_size": size}, **common)
 
-    trainer = make(host, is_adaptive=False, **common)
+    trainer = make(kind, is_adaptive=False, **common)
     plain = trained(trainer)
     assert any(isinstance(one, DTensor) for one in trainer.model.parameters()) == bool(sharding)
     whole = counted(ours(BATCH))
@@ -326,7 +327,6 @@ def comparisons(host: str, accumulation: int, *, sharding: str = "", rank: int =
         "late": difference(without_memory(late), told(ours(BATCH), late.cuts)),
         "events": (whole.events, early.events, late.events),
         "ranks": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
-        "learns late": late.cuts[2][1] is not None,
         "names": sorted({name for log in plain.logs for name in log}),
     }
 
@@ -341,12 +341,12 @@ def searches_on_rank(rank: int, sharding: str) -> list[tuple[int, list[Any], Any
     """The sizes that searches find if the last rank has little memory, events, and what differs from told runs."""
     on_rank(rank)
     found = []
-    for host, limit in (("trainer", "550KiB" if sharding else "600KiB"), ("dpo", LIMITS["dpo"])):
+    for kind, limit in (("trainer", "550KiB" if sharding else "600KiB"), ("dpo", LIMITS["dpo"])):
         common: dict[str, Any] = {"accumulation": 2, "sharding": sharding}
-        searched = make(host, options={"memory_limit": limit if rank else "64MiB"}, **common)
+        searched = make(kind, options={"memory_limit": limit if rank else "64MiB"}, **common)
         ours, size = trained(searched), searched.micro_batch_size
         found.append(
-            (size, ours.events, difference(ours, trained(make(host, options={"micro_batch_size": size}, **common))))
+            (size, ours.events, difference(ours, trained(make(kind, options={"micro_batch_size": size}, **common))))
         )
     return found
 
@@ -377,37 +377,11 @@ def uneven_searches_on_rank(rank: int) -> tuple[int, list[Any]]:
 
 
 def last_batch_on_rank(rank: int) -> Any:
-    """What differs from the host if only the first rank has samples of its own in the last batch of an epoch."""
+    """What differs from the plain trainer if only the first rank has samples in the last batch of an epoch."""
     on_rank(rank)
     common: dict[str, Any] = {"number_of_rows": 2 * BATCH + 1, "max_steps": -1, "num_train_epochs": 1}
     ours = trained(make("sft", options={"micro_batch_size": BATCH}, **common))
     return difference(ours, trained(make("sft", is_adaptive=False, **common)))
-
-
-def uneven_cuts_on_rank(rank: int) -> tuple[list[list[int]], list[float], list[float]]:
-    """Where long micro-batches are cut: the pairs of each, by step; how far tokens and rewards are from the host's."""
-    on_rank(rank)
-    options: dict[str, Any] = {"accumulation": 2, "dropout": 0.0}
-    pairs: list[list[int]] = []
-
-    def change(step: Any) -> None:
-        cut = step._cutter.cut
-
-        def noted(samples: Any, sizes: Any) -> Any:
-            found = cut(samples, sizes)
-            pairs.append([step._cutter.num_rows(one) for one in found])
-            return found
-
-        step.sizes.failed(90)  # tokens
-        step._cutter.cut = noted
-
-    plain = trained(make("dpo", is_adaptive=False, **options))
-    ours = trained_with(make("dpo", options={"micro_batch_size": BATCH}, **options), change)
-    tokens, rewards = (
-        [abs(mine[name] - its[name]) for mine, its in zip(ours.logs, plain.logs, strict=True) if name in its]
-        for name in ("num_tokens", "rewards/chosen")
-    )
-    return pairs, tokens, rewards
 
 
 def errors_on_rank(rank: int) -> list[str]:
@@ -459,22 +433,16 @@ GATHERS_IN_LOSS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor, torch.Tens
 }
 
 
-def gathering(use: str, **options: Any) -> Any:
-    return make(
-        "trainer", base=type("Gathering", (Gathers,), {"use": use}), options={"micro_batch_size": BATCH}, **options
-    )
-
-
 def gathers_on_rank(rank: int) -> tuple[list[str], Any]:
-    """The refusals of losses that depend on other ranks, and what differs from the host if only logs do."""
+    """The refusals of losses that depend on other ranks, and what differs from the plain trainer if only logs do."""
     on_rank(rank)
-    refusals = []
+    refusals, options = [], {"micro_batch_size": BATCH}
     for use in GATHERS_IN_LOSS:
         try:
-            gathering(use).train()
+            make("trainer", base=type("Gathering", (Gathers,), {"use": use}), options=options).train()
         except InputError as error:
-            refusals.append(f"{type(error).__name__}: {re.findall('but the loss depends on one', str(error))[0]}")
-    ours = trained(gathering("", accumulation=2))
+            refusals.append(str(error))
+    ours = trained(make("trainer", base=Gathers, accumulation=2, options=options))
     return refusals, difference(ours, trained(make("trainer", is_adaptive=False, base=Gathers, accumulation=2)))
 
 
@@ -483,3 +451,4 @@ def on_rank(rank: int) -> None:
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 0}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="localhost")
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False  # as of torchrun: it may start processes

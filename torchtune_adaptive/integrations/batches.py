@@ -1,16 +1,13 @@
 """The batches that a trainer has collated, cut into micro-batches."""
 
-import bisect
 import copy
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from torchtune_adaptive.engine.recovery.columns import columns, map_columns
-from torchtune_adaptive.engine.recovery.micro_batches import Slices, chosen
-from torchtune_adaptive.engine.recovery.size_range import Cuts, num_tokens
+from torchtune_adaptive.engine.recovery.micro_batches import Slices, chosen, consecutive
 from torchtune_adaptive.errors import InputError, quote
 
 IGNORED = -100  # a label that transformers' losses leave out
@@ -53,13 +50,17 @@ class TrainerBatches(Slices):
     results = "losses"
 
     def __init__(self, size: int, *, rows_per_sample: int = 1) -> None:
-        super().__init__(size, lambda micro_batch: num_tokens(micro_batch.inputs))
+        super().__init__(size)
         self._rows_per_sample = rows_per_sample
         self.factor = 1.0
 
-    def num_rows(self, micro_batch: TrainerBatch) -> int:
-        """The samples of a micro-batch."""
-        return self.num_samples(micro_batch.inputs)
+    def cut(self, samples: Sequence[TrainerBatch]) -> list[TrainerBatch]:
+        """The micro-batches of all batches, in their order."""
+        return [
+            self._part(batch, rows)
+            for batch in samples
+            for rows in consecutive(self.num_samples(batch.inputs), self.size)
+        ]
 
     def trial_batches(
         self, samples: Sequence[TrainerBatch], pair: tuple[int, int] | None = (0, 1)
@@ -80,7 +81,7 @@ class TrainerBatches(Slices):
         return [alone] if pair is None else [[*alone, self._part(batch, [one, other])], alone]
 
     def num_to_try(self, samples: Sequence[TrainerBatch]) -> int:
-        """From how many samples a trial can choose two."""
+        """The samples of the largest batch, of which a trial can choose two."""
         return max((self.num_samples(one.inputs) for one in samples), default=0)
 
     def scale_by(self, factor: float) -> bool:
@@ -90,11 +91,15 @@ class TrainerBatches(Slices):
 
     def is_whole(self, samples: Sequence[TrainerBatch]) -> bool:
         """Whether no batch is cut."""
-        return self._largest(samples) == max(self.num_samples(one.inputs) for one in samples)
+        return self.num_to_try(samples) <= self.size
 
-    def repeated(self, batch: TrainerBatch, number: int, num_samples: int) -> TrainerBatch:
-        """A batch of so many copies of one sample of ``batch``, by its number."""
-        return self._part(batch, [number] * num_samples)
+    def repeated(self, inputs: Mapping[str, Any], num_samples: int) -> Mapping[str, Any]:
+        """So many copies of the only sample in ``inputs``."""
+        return self._rows(inputs, [0] * num_samples)
+
+    def samples_of(self, inputs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Each sample of ``inputs`` as a batch of its own."""
+        return [self._rows(inputs, [number]) for number in range(self.num_samples(inputs))]
 
     def num_samples(self, inputs: Mapping[str, Any]) -> int:
         """The number of samples in a batch.
@@ -112,35 +117,23 @@ class TrainerBatches(Slices):
         return num_samples
 
     def _largest(self, samples: Sequence[TrainerBatch]) -> int:
-        return min(self.size, max(self.num_samples(batch.inputs) for batch in samples))
-
-    def _consecutive(self, samples: Sequence[TrainerBatch]) -> tuple[Cuts, Callable[[list[int]], TrainerBatch]]:
-        """As in ``Slices``; numbers are counted over all batches."""
-        counts = [self.num_samples(batch.inputs) for batch in samples]
-        starts = [0, *itertools.accumulate(counts)]
-        cuts: Cuts = []
-        for first, end in itertools.pairwise(starts):
-            cuts += [list(range(start, min(start + self.size, end))) for start in range(first, end, self.size)]
-
-        def take(rows: list[int]) -> TrainerBatch:
-            number = bisect.bisect_right(starts, rows[0]) - 1
-            return self._part(samples[number], [row - starts[number] for row in rows])
-
-        return cuts, take
+        return min(self.size, self.num_to_try(samples))
 
     def _part(self, batch: TrainerBatch, rows: Sequence[int]) -> TrainerBatch:
         """The samples of ``batch`` with these numbers."""
-        num_samples = self.num_samples(batch.inputs)
+        share = len(rows) / self.num_samples(batch.inputs)
+        weight = {1.0: 1.0, 0.5: share, 2.0: 1 / share}[self.factor]
+        return batch._replace(inputs=self._rows(batch.inputs, rows), divisor=batch.divisor / share, weight=weight)
+
+    def _rows(self, inputs: Mapping[str, Any], rows: Sequence[int]) -> Mapping[str, Any]:
+        num_samples = self.num_samples(inputs)
 
         def entries(column: Any) -> Any:
             if len(column) == num_samples:
                 return chosen(column, rows)
             return chosen(column, [*rows, *(num_samples + row for row in rows)])
 
-        inputs = map_columns(batch.inputs, entries, lengths={num_samples, num_samples * self._rows_per_sample})
-        share = len(rows) / num_samples
-        weight = {1.0: 1.0, 0.5: share, 2.0: 1 / share}[self.factor]
-        return batch._replace(inputs=inputs, divisor=batch.divisor / share, weight=weight)
+        return map_columns(inputs, entries, lengths={num_samples, num_samples * self._rows_per_sample})
 
     def _by_labels(self, inputs: Mapping[str, Any]) -> list[int]:
         """The numbers of all samples: first the one with the most labels, then one with the fewest but some."""

@@ -26,9 +26,8 @@ _IN_PLACE = ("__setitem__", "__iand__", "__ior__", "__ixor__")  # and names that
 
 def _refused(what: str) -> InputError:
     return InputError(
-        "`compute_loss` may use values gathered from other processes only for metrics, by methods of tensors and"
-        f" arithmetic, because a process that runs out of memory cannot take part in a gather; but {what}: use this"
-        " process's own values there, or `num_items_in_batch`, the number of labels on all processes."
+        "Values gathered from other processes are for metrics only, by arithmetic and methods of tensors, but"
+        f" {what}: use this process's own, or `num_items_in_batch`."
     )
 
 
@@ -185,9 +184,8 @@ class LateGathers:
         for late in self._notes:
             values.append(found[id(late)] if id(late) in found else late.compute(values))
         self._warn_of_decisions(values)
-        kept = _with_values(kept, values)
         self.clear()
-        return kept
+        return tree_map_only(LateValue, lambda one: values[one._number], kept)
 
     def _warn_of_decisions(self, values: list[Any]) -> None:
         """Warn once if the trainer's code has decided otherwise than with the values of all processes."""
@@ -195,8 +193,8 @@ class LateGathers:
         if not self._has_warned and any(bool(whole) is not decided for decided, whole in decisions):
             self._has_warned = True
             log.warning(
-                "`compute_loss` has decided by a gathered value, with an `if` or `max` for example, that is another"
-                " one with the values of all processes: what depends on it differs from training without recovery."
+                "`compute_loss` has decided by a gathered value (`if` or `max`) as it is on this process alone: what"
+                " depends on it differs from training without recovery."
             )
 
     def _from_all_ranks(self, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -241,14 +239,3 @@ def with_methods(owner: Any, **methods: Callable[..., Any]) -> Iterator[None]:
         for name in methods:
             del vars(owner)[name]
         vars(owner).update(before)
-
-
-def _with_values(kept: Any, values: list[Any]) -> Any:
-    if isinstance(kept, LateValue):
-        return values[kept._number]
-    if isinstance(kept, dict):
-        for name, one in kept.items():
-            kept[name] = _with_values(one, values)
-    elif isinstance(kept, list):
-        kept[:] = [_with_values(one, values) for one in kept]
-    return kept

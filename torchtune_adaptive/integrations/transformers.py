@@ -27,20 +27,15 @@ from torchtune_adaptive.engine.recovery.watch import MemoryEvent
 from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.integrations.batches import TrainerBatch, TrainerBatches
-from torchtune_adaptive.integrations.known_trainers import (
-    check_declared,
-    check_parameters,
-    samples_are_pairs,
-    why_refused,
-)
+from torchtune_adaptive.integrations.known_trainers import check_parameters, samples_are_pairs, why_refused
 from torchtune_adaptive.integrations.late_gathers import LateGathers, with_methods
 from torchtune_adaptive.integrations.worst_batches import worst_batches
 
 log = logging.getLogger(__name__)
-_Host: Any = object  # the trainer whose methods the mixin calls
+_Trainer: Any = object  # the class whose methods the mixin calls
 
 
-class AdaptiveTrainerMixin(_Host):
+class AdaptiveTrainerMixin(_Trainer):
     """Runs each optimizer step in micro-batches that fit, and again in smaller ones if memory runs out.
 
     Args:
@@ -54,8 +49,6 @@ class AdaptiveTrainerMixin(_Host):
 
     samples_are_pairs: ClassVar[bool | None] = None
     """Whether a sample has a row in the first and one in the second half of a batch. None: as the base class."""
-    loss_is_mean_over_samples: ClassVar[bool | None] = None
-    """Whether the loss is a mean over the samples of a batch. None: found out before training."""
     counters: ClassVar[tuple[str, ...]] = ("_metrics", "_total_train_tokens")
     """Attributes that a forward pass changes. They are restored before it runs again."""
 
@@ -69,7 +62,7 @@ class AdaptiveTrainerMixin(_Host):
         self._micro_batch_size = micro_batch_size  # None: each training searches
         size = self.args.per_device_train_batch_size if micro_batch_size is None else micro_batch_size
         self._batches = TrainerBatches(size, rows_per_sample=2 if are_pairs else 1)
-        self._memory_options: dict[str, Any] = {} if memory_limit is None else {"memory_limit": memory_limit}
+        self._memory_limit = memory_limit
         self._held: list[TrainerBatch] = []
         self._recoverable: RecoverableStep[Any] | None = None
         self._gathers = LateGathers(self.accelerator)
@@ -92,10 +85,12 @@ class AdaptiveTrainerMixin(_Host):
         """
         self._held.clear()
         self._held_logs.clear()
-        self._close()  # of an earlier training that failed
-        result = super().train(*args, **kwargs)
-        self._close()
-        return result
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._recoverable is not None:
+                self._recoverable.close()
+                self._recoverable = None
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -141,7 +136,7 @@ class AdaptiveTrainerMixin(_Host):
         self._batches.size = self._batches.whole_size = size
         if self._micro_batch_size is None:
             self._search(model, batches)
-        step = RecoverableStep(
+        return RecoverableStep(
             model if isinstance(model, DistributedDataParallel) else self._with_reference(model),
             partial(self._micro_step, model),
             micro_batch_size=self._batches,
@@ -150,16 +145,8 @@ class AdaptiveTrainerMixin(_Host):
             release=self._release,
             on_event=self._on_event,
             steps_done=self.state.global_step,
-            **self._memory_options,
+            memory_limit=self._memory_limit,
         )
-        try:
-            step.prepare(batches)
-            if step.recovers:
-                check_declared(self, batches[0].num_items, self._batches.factor)
-        except Exception:
-            step.close()
-            raise
-        return step
 
     def _with_reference(self, model: nn.Module) -> nn.Module:
         """``model``, together with the reference model of DPO if there is one."""
@@ -198,8 +185,8 @@ class AdaptiveTrainerMixin(_Host):
             yield
         if not is_scaled:
             raise InputError(
-                "A `training_step` whose loss is not divided by `num_items_in_batch` must call"
-                " `self.accelerator.backward`, where the loss is scaled, but did not."
+                "A loss that is not divided by `num_items_in_batch` needs a `training_step` that calls"
+                " `self.accelerator.backward`."
             )
 
     def _release(self) -> None:
@@ -209,7 +196,7 @@ class AdaptiveTrainerMixin(_Host):
 
     def _search(self, model: Any, batches: list[TrainerBatch]) -> None:
         """Find the micro-batch size. It leaves no trace in the trainer. A collective."""
-        if self.args.device.type != "cuda" and not self._memory_options:
+        if self.args.device.type != "cuda" and self._memory_limit is None:
             log.info(
                 "The micro-batch is `per_device_train_batch_size` (%d): a %s needs `memory_limit` for a search.",
                 self._batches.size,
@@ -232,16 +219,16 @@ class AdaptiveTrainerMixin(_Host):
         loader = self.callback_handler.train_dataloader
         shows_progress = self.is_local_process_zero() and not self.args.disable_tqdm
         worst, most = worst_batches(loader, batches, self._batches, shows_progress=shows_progress)
-        of_ranks = self.accelerator.gather(torch.tensor([[worst.number, most]], device=self.args.device))
-        worst.number, most = of_ranks.amax(dim=0).tolist()  # every rank runs as many micro-steps
+        of_ranks = self.accelerator.gather(torch.tensor([[len(worst), most]], device=self.args.device))
+        num_batches, most = of_ranks.amax(dim=0).tolist()  # every rank runs as many micro-steps
         try:
             found = find_max_batch_size(
                 train_step,
-                worst.of,
+                lambda num_samples: worst.of(num_samples, num_batches),
                 model=self._with_reference(model),
                 optimizer=self.optimizer.optimizer,
                 max_batch_size=most,
-                **self._memory_options,
+                memory_limit=self._memory_limit,
             )
         finally:
             self._release()
@@ -258,11 +245,6 @@ class AdaptiveTrainerMixin(_Host):
         for callback in self.callback_handler.callbacks:
             if hasattr(callback, "on_memory_event"):
                 callback.on_memory_event(self.args, self.state, self.control, event=event, model=self.model)
-
-    def _close(self) -> None:
-        if self._recoverable is not None:
-            self._recoverable.close()
-            self._recoverable = None
 
 
 class AdaptiveTrainer(AdaptiveTrainerMixin, Trainer):

@@ -1,31 +1,25 @@
 """The heaviest batches that training can have, for a search.
 
-A child process reads and collates every sample alone, and returns the heaviest ones that it has seen. So the data set,
-the collator and the random generators of the process that trains stay as they are.
+Another process reads and collates every sample alone, and sends the heaviest ones that it has seen. So the data set,
+the collator and the random generators of this process stay as they are.
 """
 
 import contextlib
 import copy
 import fcntl
-import functools
 import itertools
 import logging
-import multiprocessing
-import operator
 import os
 import pickle
-import random
-import signal
 import stat
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.recovery.columns import named_values
@@ -34,18 +28,25 @@ from torchtune_adaptive.integrations.batches import IGNORED, TrainerBatch, Train
 
 log = logging.getLogger(__name__)
 
-_REPORT_S = 0.1  # between two reports of the child
-_SILENCE_S = 120.0  # after which a child without a report is taken to hang
+_REPORT_S = 0.1  # between two reports of the other process
+_SILENCE_S = 120.0  # after which it is taken to hang, without a report
 
 Sizes = Counter[tuple[str, str]]
 
 
 class Sample(NamedTuple):
-    """A sample of a collated batch, by its number, and its sizes."""
+    """A batch of one sample, and all that memory may follow in it."""
 
     inputs: Mapping[str, Any]
-    number: int
     sizes: Sizes
+
+
+class _Seen(NamedTuple):
+    """The heaviest samples; how many failed; why the first of them did, or why there are no samples."""
+
+    samples: list[Sample]
+    num_failed: int
+    reason: str
 
 
 class WorstBatches:
@@ -57,32 +58,27 @@ class WorstBatches:
     Args:
         samples: those that may be the heaviest.
         batch: has what is equal in all batches.
-
-    Attributes:
-        number: of batches; may be increased, to be equal on all ranks.
     """
 
     def __init__(self, samples: Sequence[Sample], batch: TrainerBatch, cutter: TrainerBatches) -> None:
         self._heaviest, self._batch, self._cutter = _heaviest(samples), batch, cutter
         self._padded_ends = _padded_ends(samples)
-        self.number = len(self._heaviest)
 
-    def of(self, num_samples: int) -> list[TrainerBatch]:
-        """The batches of so many samples."""
-        batches = []
-        for sample in self._heaviest:
-            whole = self._batch._replace(inputs=sample.inputs)
-            inputs = self._cutter.repeated(whole, sample.number, num_samples).inputs
-            if num_samples > 1:
-                self._pad_a_row(inputs)
-            batches.append(whole._replace(inputs=inputs))
-        return [*itertools.islice(itertools.cycle(batches), self.number)]
+    def __len__(self) -> int:
+        return len(self._heaviest)
 
-    def _pad_a_row(self, inputs: Mapping[str, Any]) -> None:
-        """Mark a token of the last row as padding: rows of one length alone would need no mask in attention."""
-        for name, end in self._padded_ends.items():
+    def of(self, num_samples: int, num_batches: int) -> list[TrainerBatch]:
+        """Batches of so many samples; the first ones again if there are fewer."""
+        batches = [self._batch_of(sample, num_samples) for sample in self._heaviest]
+        return [*itertools.islice(itertools.cycle(batches), num_batches)]
+
+    def _batch_of(self, sample: Sample, num_samples: int) -> TrainerBatch:
+        """Copies of ``sample``, one of them with padding: rows of one length would need no mask in attention."""
+        inputs = self._cutter.repeated(sample.inputs, num_samples)
+        for name, end in self._padded_ends.items() if num_samples > 1 else ():
             if name in inputs:
                 inputs[name][-1, end] = 0
+        return self._batch._replace(inputs=inputs)
 
 
 def worst_batches(
@@ -96,23 +92,16 @@ def worst_batches(
     """
     data: Any = getattr(loader, "dataset", None)
     collate = getattr(loader, "collate_fn", None)
-    one_by_one = copy.copy(cutter)
-    one_by_one.size = 1
-
-    def samples_of(inputs: Mapping[str, Any]) -> list[Sample]:
-        parts = one_by_one.cut([TrainerBatch(inputs, None, 1)])
-        return [Sample(inputs, number, _sizes(part.inputs)) for number, part in enumerate(parts)]
-
+    most = max(cutter.num_samples(one.inputs) for one in batches)
     seen = _Seen([], 0, "the data cannot be indexed")
-    most = max(map(cutter.num_rows, batches))
     if _is_indexed(data) and collate is not None:
-        seen = _seen_by_child(_Scan(data, collate, samples_of, cutter.size), shows_progress=shows_progress)
+        seen = _seen_elsewhere(_Scan(data, collate, cutter), len(data), shows_progress=shows_progress)
         most = max(most, len(data))
     if not seen.samples:
         log.info("The search uses the heaviest rows of the first step, because %s.", seen.reason)
     elif seen.num_failed:
         log.info("The search has left out samples (%d of %d): %s.", seen.num_failed, len(data), seen.reason)
-    samples = [*seen.samples, *(one for batch in batches for one in samples_of(batch.inputs))]
+    samples = [*seen.samples, *(one for batch in batches for one in _samples_of(batch.inputs, cutter))]
     return WorstBatches(samples, batches[0], cutter), min(most, cutter.size)
 
 
@@ -120,95 +109,99 @@ def _is_indexed(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset)
 
 
-# ---- in the child
+def _seen_elsewhere(scan: "_Scan", num_samples: int, *, shows_progress: bool) -> _Seen:
+    """What another process has seen; no samples, and the reason, if it fails."""
+    every_rank_alike = torch.Generator().manual_seed(0)
+    options: dict[str, Any] = {"timeout": _SILENCE_S, "generator": every_rank_alike, "multiprocessing_context": "fork"}
+    seen = _Seen([], 0, "")
+    try:
+        with _without_threads_of_tokenizers(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)  # of any fork
+            reports = iter(DataLoader(scan, batch_size=None, num_workers=1, **options))
+        with Bar(total=num_samples, desc="looking for the heaviest samples", disable=not shows_progress) as bar:
+            for report in reports:
+                if isinstance(report, bytes):
+                    seen = pickle.loads(report)
+                else:
+                    bar.update(report)
+    except Exception as error:  # training may have no such error
+        error.__traceback__ = None  # whose frames would keep the other process alive
+        seen = _Seen([], 0, str(error).strip().split("\n")[-1])  # which may have the traceback of the other process
+    if seen.samples:
+        return seen
+    return seen._replace(reason=f"another process cannot read or collate a sample ({seen.reason})")
 
 
-class _Seen(NamedTuple):
-    """The heaviest samples; how many failed; why the first of them did, or why there are no samples."""
+@contextlib.contextmanager
+def _without_threads_of_tokenizers() -> Iterator[None]:
+    """Context of a fork, whose process has not inherited them."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
-    samples: list[Sample]
-    num_failed: int
-    reason: str
 
+class _Scan(IterableDataset[int | bytes]):
+    """Looks at all samples, in a process of its own."""
 
-class _Scan:
-    """Looks at all samples.
+    def __init__(self, data: Any, collate: Callable[[list[Any]], Mapping[str, Any]], cutter: TrainerBatches) -> None:
+        self._data, self._collate, self._cutter = data, collate, cutter
+        self._largest: Sizes = Counter()
+        self._heaviest: dict[Any, tuple[int, Any, Sample]] = {}  # by size: number in the data, as read, as collated
+        self._smallest: tuple[int, int, Any] | None = None  # elements, number in the data, as read
 
-    Args:
-        samples_of: the samples of a collated batch.
-        batch_size: samples that every collator accepts.
-    """
-
-    def __init__(
-        self,
-        data: Any,
-        collate: Callable[[list[Any]], Mapping[str, Any]],
-        samples_of: Callable[[Mapping[str, Any]], list[Sample]],
-        batch_size: int,
-    ) -> None:
-        self._data, self._collate, self._samples_of, self._batch_size = data, collate, samples_of, batch_size
-        self.num_samples = len(data)
-
-    def reports(self) -> Iterator[int | _Seen]:
-        """Yield how many samples have been read since the last time, and at the end what has been seen."""
-        largest: Sizes = Counter()
-        found: dict[Any, tuple[int, Any, Sample]] = {}  # number in the data, as read, and as collated
-        smallest: tuple[int, int, Any] | None = None  # elements, number in the data, and as read
+    def __iter__(self) -> Iterator[int | bytes]:
+        """Yield how many samples have been read since the last time, and at the end a pickled ``_Seen``."""
+        _detach_files()
         num_failed, reason = 0, ""
         reported, reported_at = 0, time.monotonic()
-        for number in range(self.num_samples):
+        for number in range(len(self._data)):
             try:
-                read = self._data[number]
-                inputs = self._collated_alone(read)
-                sizes = _sizes(inputs, largest)
-                if any(sizes[name] > largest[name] for name in sizes):
-                    for sample in self._samples_of(inputs):
-                        for name in (one for one in sample.sizes if sample.sizes[one] > largest[one]):
-                            largest[name], found[name] = sample.sizes[name], (number, read, sample)
-                elements = sum(sizes[name] for name in sizes if "elements" in name)
-                if smallest is None or elements < smallest[0]:
-                    smallest = elements, number, read
+                self._look_at(number)
             except Exception as error:  # of the user's code: training may never have this sample alone
                 num_failed, reason = num_failed + 1, reason or reason_of(error)
             if time.monotonic() - reported_at > _REPORT_S:
                 yield number + 1 - reported
                 reported, reported_at = number + 1, time.monotonic()
-        yield self.num_samples - reported
-        extremes = {number: read for number, read, _ in found.values()}
-        if smallest is not None:
-            extremes[smallest[1]] = smallest[2]
-        alone = {id(sample): sample for _, _, sample in found.values()}.values()
-        yield _Seen([*self._collated_together(extremes.values()), *alone], num_failed, reason)
+        yield len(self._data) - reported
+        yield pickle.dumps(_Seen(self._heaviest_samples(), num_failed, reason))
+
+    def _look_at(self, number: int) -> None:
+        read = self._data[number]
+        inputs = self._collated_alone(read)
+        sizes = _sizes(inputs)
+        if any(sizes[name] > self._largest[name] for name in sizes):
+            for sample in _samples_of(inputs, self._cutter):
+                for name, size in sample.sizes.items():
+                    if size > self._largest[name]:
+                        self._largest[name], self._heaviest[name] = size, (number, read, sample)
+        elements = sum(size for (_, of_what), size in sizes.items() if of_what == "elements")
+        if self._smallest is None or elements < self._smallest[0]:
+            self._smallest = elements, number, read
+
+    def _heaviest_samples(self) -> list[Sample]:
+        """Each as seen alone, and if the collator accepts it, padded as in one batch with the smallest sample."""
+        alone = [sample for _, _, sample in self._heaviest.values()]
+        together = {number: read for number, read, _ in self._heaviest.values()}
+        if self._smallest is not None:
+            together[self._smallest[1]] = self._smallest[2]
+        with contextlib.suppress(Exception):
+            return [*_samples_of(self._collated(together.values()), self._cutter), *alone]
+        return alone
 
     def _collated_alone(self, read: Any) -> Mapping[str, Any]:
         """A batch of one sample; of copies of it if the collator needs several."""
         with contextlib.suppress(Exception):
             return self._collated([read])
-        return self._collated([read] * self._batch_size)
-
-    def _collated_together(self, read: Iterable[Any]) -> list[Sample]:
-        """Samples padded as in one batch of training; none if the collator does not accept them."""
-        with contextlib.suppress(Exception):
-            return self._samples_of(self._collated(read))
-        return []
+        return self._collated([read] * self._cutter.size)
 
     def _collated(self, read: Iterable[Any]) -> Mapping[str, Any]:
         return self._collate([copy.copy(one) for one in read])  # some collators change their samples
-
-
-def _report_and_exit(scan: _Scan, sender: Connection) -> NoReturn:
-    """Send the pickled reports, the last of them in any case, and end this process."""
-    try:
-        torch.set_num_threads(1)  # the others were not inherited
-        torch.manual_seed(0)
-        random.seed(0)  # as on other ranks
-        _detach_files()
-        for report in scan.reports():
-            sender.send_bytes(pickle.dumps(report))
-    except BaseException as error:  # this process must not go on to train, whatever happens
-        sender.send_bytes(pickle.dumps(_Seen([], 0, reason_of(error))))
-    finally:
-        os._exit(0)
 
 
 def _detach_files() -> None:
@@ -229,88 +222,23 @@ def _detach_files() -> None:
                 os.close(own)
 
 
-# ---- in the process that trains
-
-
-def _seen_by_child(scan: _Scan, *, shows_progress: bool) -> _Seen:
-    """What a forked process has seen; no samples, and the reason, if it fails."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    with receiver, sender:
-        try:
-            child = _fork()
-        except OSError as error:
-            return _Seen([], 0, f"no process can be started to read the data ({reason_of(error)})")
-        if not child:
-            _report_and_exit(scan, sender)
-        sender.close()
-        try:
-            with Bar(
-                total=scan.num_samples, desc="looking for the heaviest samples", disable=not shows_progress
-            ) as bar:
-                seen = _received(receiver, bar)
-        finally:
-            os.kill(child, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):  # if the user's own code has waited for it
-                os.waitpid(child, 0)
-    if not seen.samples and seen.reason:
-        return seen._replace(reason=f"another process cannot read or collate a sample ({seen.reason})")
-    return seen
-
-
-def _received(receiver: Connection, bar: Any) -> _Seen:
-    while receiver.poll(_SILENCE_S):
-        try:
-            report = pickle.loads(receiver.recv_bytes())
-        except EOFError:
-            return _Seen([], 0, "it has ended early")
-        if isinstance(report, _Seen):
-            return report
-        bar.update(report)
-    return _Seen([], 0, f"it has not answered for {_SILENCE_S:g} s")
-
-
-def _fork() -> int:
-    """As ``os.fork``. The child does without the threads of tokenizers, which it has not inherited."""
-    name, child = "TOKENIZERS_PARALLELISM", -1
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)  # of any fork
-            child = os.fork()
-        return child
-    finally:
-        if child:
-            del os.environ[name]
-        if child and before is not None:
-            os.environ[name] = before
+def _samples_of(inputs: Mapping[str, Any], cutter: TrainerBatches) -> list[Sample]:
+    return [Sample(one, _sizes(one)) for one in cutter.samples_of(inputs)]
 
 
 def _heaviest(samples: Sequence[Sample]) -> list[Sample]:
-    """The fewest samples, greedily, of which each size has its largest value in one."""
-    largest = functools.reduce(operator.or_, (one.sizes for one in samples))
-    heaviest: list[Sample] = []
-    missing = set(largest)
-    while missing or not heaviest:
-        reached = [{name for name in missing if one.sizes[name] == largest[name]} for one in samples]
-        number = max(range(len(samples)), key=lambda number: len(reached[number]))
-        heaviest.append(samples[number])
-        missing -= reached[number]
-    return heaviest
+    """For each size the sample in which it is the largest; of equal ones, the one that has more of all."""
+    names = {name for one in samples for name in one.sizes}
+    found = [max(samples, key=lambda one: (one.sizes[name], one.sizes.total())) for name in sorted(names)]
+    return list({id(one): one for one in found}.values()) or [samples[0]]
 
 
-def _sizes(inputs: Mapping[str, Any], known: Sizes | None = None) -> Sizes:
-    """All that memory may follow: the elements of each tensor, and how many are no padding or ignored labels.
-
-    Args:
-        known: sizes; what cannot be above them is not counted.
-    """
-    tensors, sizes, known = [*_tensors(inputs)], Counter(), known or Counter()
-    for name, tensor in tensors:
+def _sizes(inputs: Mapping[str, Any]) -> Sizes:
+    """All that memory may follow: the elements of each tensor, and how many are no padding or ignored labels."""
+    sizes: Sizes = Counter()
+    for name, tensor in _tensors(inputs):
         sizes[name, "elements"] += tensor.numel()
-    for name, tensor in tensors:
-        is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-        if is_integer and sizes[name, "elements"] > known[name, "counted"]:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
             sizes[name, "counted"] += int(torch.count_nonzero(tensor != (0 if "mask" in name else IGNORED)))
     return sizes
 
@@ -330,8 +258,8 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 def _padded_ends(samples: Sequence[Sample]) -> dict[str, int]:
     """The names of attention masks [rows, tokens] that have padding in a batch, and the index of its end."""
     ends = {}
-    for inputs in {id(one.inputs): one.inputs for one in samples}.values():
-        for name, mask in inputs.items():
+    for one in samples:
+        for name, mask in one.inputs.items():
             is_mask = name.endswith("attention_mask") and isinstance(mask, torch.Tensor) and mask.ndim == 2
             if is_mask and not mask.all():
                 ends[name] = -1 if mask[:, 0].all() else 0

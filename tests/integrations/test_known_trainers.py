@@ -1,0 +1,87 @@
+"""Trainers and arguments with which training cannot recover are refused by name."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchtune_adaptive import InputError
+from torchtune_adaptive.integrations.known_trainers import samples_are_pairs, why_refused
+
+
+def trainer(**changes: Any) -> Any:
+    """A trainer on two processes; ``changes`` are to whatever has the name: itself, its arguments, its accelerator."""
+    one = SimpleNamespace(is_model_parallel=False, loss_types=["sigmoid"], padding_free=False, _is_vlm=False)
+    one.args = SimpleNamespace(
+        auto_find_batch_size=False,
+        n_gpu=1,
+        torch_compile=False,
+        dataloader_drop_last=False,
+        optim="adamw_torch",
+        activation_offloading=False,
+    )
+    one.accelerator = SimpleNamespace(num_processes=2, even_batches=True, scaler=None)
+    sizes = {name: changes.pop(name, 1) for name in ("tp_size", "cp_size", "sp_size")}
+    vars(one).update({f"get_{name}": lambda size=size: size for name, size in sizes.items()})
+    one.accelerator.distributed_type = SimpleNamespace(value=changes.pop("processes", "MULTI_GPU"))
+    one.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=changes.pop("fsdp_version", 2)))
+    for name, value in changes.items():
+        owner = next(owner for owner in (one, one.args, one.accelerator) if name in vars(owner))
+        setattr(owner, name, value)
+    return one
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"auto_find_batch_size": True}, "`auto_find_batch_size` must be off"),
+        ({"n_gpu": 2}, "A process must train on one device, but has 2"),
+        ({"is_model_parallel": True}, "A `device_map` must not"),
+        (
+            {"processes": "DEEPSPEED"},
+            "Processes must be connected by DistributedDataParallel or FSDP2, not by DEEPSPEED",
+        ),
+        ({"fsdp_version": 1}, "`fsdp_version` must be 2, but is 1 instead"),
+        ({"tp_size": 2}, "but their sizes are (2, 1, 1)"),
+        ({"cp_size": 3}, "but their sizes are (1, 3, 1)"),
+        ({"sp_size": 4}, "but their sizes are (1, 1, 4)"),
+        ({"scaler": object()}, "`fp16`"),
+        ({"torch_compile": True}, "`torch_compile` needs a single process"),
+        ({"even_batches": False}, "`even_batches` or `dataloader_drop_last`"),
+        ({"optim": "OptimizerNames.ADALOMO"}, "'OptimizerNames.ADALOMO' steps in the backward pass"),
+        ({"optim": "galore_adamw_layerwise"}, "'galore_adamw_layerwise' steps in the backward pass"),
+        ({"activation_offloading": True}, "`activation_offloading` must be off"),
+        ({"padding_free": True}, "documents in one row"),
+        ({"_is_vlm": True}, "takes images"),
+        ({"loss_types": ["sigmoid", "aot"]}, "`loss_type` ['aot'] sorts samples"),
+    ],
+)
+def test_arguments_that_do_not_allow_recovery_are_refused(changes: dict[str, Any], reason: str) -> None:
+    assert why_refused(trainer()) == ""
+    assert reason in why_refused(trainer(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"even_batches": False, "dataloader_drop_last": True},
+        {"even_batches": False, "num_processes": 1},
+        {"torch_compile": True, "num_processes": 1},
+    ],
+)
+def test_what_matters_for_several_processes_or_the_last_batch_only_is_allowed(changes: dict[str, Any]) -> None:
+    assert why_refused(trainer(**changes)) == ""
+
+
+def of_package(package: str, name: str, base: type = object) -> type:
+    return type(name, (base,), {"__module__": f"{package}.trainer", "samples_are_pairs": None})
+
+
+def test_an_unknown_trainer_is_refused_by_name_unless_it_declares_its_batches() -> None:
+    known = of_package("trl", "SFTTrainer")
+    assert samples_are_pairs(type("Mine", (known,), {})) is False
+    assert samples_are_pairs(type("Mine", (known,), {"samples_are_pairs": True})) is True
+    for unknown in (of_package("trl", "KTOTrainer"), of_package("trl", "GKDTrainer", known)):
+        with pytest.raises(InputError, match=f"{unknown.__name__} is not a known trainer: declare its batches by"):
+            samples_are_pairs(type("Mine", (unknown,), {}))
+        assert samples_are_pairs(type("Mine", (unknown,), {"samples_are_pairs": True})) is True
