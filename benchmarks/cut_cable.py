@@ -53,9 +53,10 @@ def main() -> None:
         "Two networks of Linux, each with a host name of its own, joined by a cable whose frames a program carries, or"
         " loses: as two machines with a switch between them. One rank on each, gloo, and the command of"
         " [several nodes](../../docs/checkpoints.md#several-nodes). The run is that of [killed runs](crashes_cpu.md),"
-        " with a checkpoint every two steps; most scenarios happen after step 5. Equal: every figure of the log, and the"
-        " last weights, are those of two ranks on one machine, bit for bit; of a run that has ended, after it was started"
-        " again by the same command. Status -9: a rank has killed its launcher, which would wait for torchrun's store.",
+        " with a checkpoint every two steps; most scenarios happen after step 5. Equal: every figure of the log, and"
+        " the last weights, are those of two ranks on one machine, bit for bit; of a run that has ended, after it was"
+        " started again by the same command. Status -9: a rank has killed its launcher, which would wait for torchrun's"
+        " store.",
         "",
         *lines_of(outcomes),
     ]

@@ -24,7 +24,7 @@ def middle(values: Sequence[float], *, digits: int = 2) -> str:
     """Median (its interval of 95 % confidence, from the ranks of the values).
 
     >>> middle([float(number) for number in range(101)], digits=0)
-    '50 (41, 59)'
+    '50 (40, 60)'
     """
     ordered, half = sorted(values), 0.98 * len(values) ** 0.5
     center, last = (len(values) - 1) / 2, len(values) - 1

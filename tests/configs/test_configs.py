@@ -99,9 +99,9 @@ def test_a_config_is_found_by_adaptive_name_stock_name_or_path(file: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["key=value"], "`--config` must be followed by the name or path of a config, but is missing."),
+        (["key=value"], "`--config` needs the name or path of a config."),
         (["--config", "no/such.yaml"], "`--config` must be the name or path of a config, but is 'no/such.yaml'."),
-        (["--config", "BROKEN"], "must be a YAML file, but"),
+        (["--config", "BROKEN"], " is not a YAML file: "),
         (["--config", "LIST"], "must be a YAML mapping, but"),
         (
             ["--config", "tiny/full", "batch_size"],
@@ -113,11 +113,11 @@ def test_a_config_is_found_by_adaptive_name_stock_name_or_path(file: Path) -> No
         (["--config", "EMPTY"], "must be a YAML mapping, but"),
         (["--config", "NUMBER"], "keys must be words"),
         (["--config", "tiny/full", "--seed=1"], "must have the form key=value, but is '--seed=1' instead."),
-        (["--config", "tiny/full", "~model"], "Overrides must fit the config, but '~model' do not:"),
-        (["--config", "tiny/full", "model.layers=[1, 2"], "but 'model.layers=[1, 2' do not:"),
-        (["--config", "tiny/full", "seed=${nosuch}"], "The config must be complete, but is not: Interpolation"),
+        (["--config", "tiny/full", "~model"], "Overrides '~model' do not fit the config:"),
+        (["--config", "tiny/full", "model.layers=[1, 2"], "Overrides 'model.layers=[1, 2' do not fit the config:"),
+        (["--config", "tiny/full", "seed=${nosuch}"], "The config is not complete: Interpolation"),
         (["--config", "TWICE"], "found duplicate key"),
-        (["--config", "a\0b"], "must be a YAML file, but 'a\\x00b' is not: ValueError: embedded null byte."),
+        (["--config", "a\0b"], "`--config` 'a\\x00b' is not a YAML file: ValueError: embedded null byte."),
         (["--config", "a" * 5000], "File name too long"),
         (["--config", "DEEP"], "RecursionError"),
     ],
@@ -128,7 +128,7 @@ def test_a_command_line_that_names_no_config_is_refused(arguments: list[str], se
     (tmp_path / "twice.yaml").write_text("a: 1\na: 2\n")
     (tmp_path / "number.yaml").write_text("1: 2\n")
     (tmp_path / "empty.yaml").write_text("")
-    (tmp_path / "deep.yaml").write_text("[" * 3000)
+    (tmp_path / "deep.yaml").write_text("[" * 1200)
     files = {
         name.upper(): str(tmp_path / f"{name}.yaml") for name in ("broken", "list", "twice", "deep", "number", "empty")
     }
@@ -183,19 +183,17 @@ def test_dpo_with_another_loss_and_keys_that_are_null_are_recognised() -> None:
         ),
         (
             {"layer_dropout": {"prob": 0.2}},
-            "`layer_dropout` must be null, because no adaptive recipe supports early exits, but is {'prob': 0.2}"
-            " instead.",
+            "No adaptive recipe supports early exits: `layer_dropout` is {'prob': 0.2}.",
         ),
         (
             {"optimizer": None},
-            "The config must be a training config, with `model`, `optimizer` and `loss`, but has no `optimizer`.",
+            "The config has no `optimizer`, which training needs.",
         ),
         (
             {"teacher_model": {}},
-            "`model` must be a LoRA model if there is a `teacher_model`, but is 'torchtune.models.llama2.llama2'"
-            " instead.",
+            "A `teacher_model` needs a LoRA `model`, not 'torchtune.models.llama2.llama2'.",
         ),
-        ({"loss": DPO}, "`ref_checkpointer` must be set for DPO without LoRA, but is missing."),
+        ({"loss": DPO}, "DPO without LoRA needs a `ref_checkpointer`."),
     ],
     ids=["GRPO", "early exit", "no training", "full distillation", "DPO without a reference"],
 )

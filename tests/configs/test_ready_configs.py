@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig, ListConfig
+from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
-from torchtune_adaptive.cli.validate import _check_components, _recipes_for
-from torchtune_adaptive.plan.trace.worker import trace_events
-from torchtune_adaptive.stock.checks import check_config
-from torchtune_adaptive.stock.configs import load_config, resolved
-from torchtune_adaptive.stock.installed import config_dir, configs_by_recipe, recipe_files
+from torchtune_adaptive.engine.memory.timeline import sum_of_timelines
+from torchtune_adaptive.plan.trace.tracer import Tracer
+from torchtune_adaptive.stock.checks import check_components, check_config
+from torchtune_adaptive.stock.configs import load_config, method_of, resolved
+from torchtune_adaptive.stock.installed import config_files, recipe_files
 
-PATHS = {path.relative_to(config_dir()).with_suffix("").as_posix(): path for path in config_dir().rglob("*.yaml")}
-STOCK = {config.name for recipe in get_all_recipes() for config in recipe.configs}
+PATHS = config_files()
+STOCK = {one.name for recipe in get_all_recipes() for one in recipe.configs}
 each = pytest.mark.parametrize("name", sorted(PATHS))
+PLANNED = ("adaptive/llama3_1/8B_full", "adaptive/llama3_1/8B_lora_dpo")  # tests/plan/test_plan_methods.py: each method
 
 
 def ranks_of(path: Path) -> int:
@@ -34,11 +36,11 @@ def test_a_config_is_accepted_and_belongs_to_the_recipe_that_it_names(name: str)
     settings = check_config(cfg, ranks=ranks_of(PATHS[name]))
     assert settings.searches == (not name.startswith("tiny/"))
     assert (settings.global_batch_size or 0) % ranks_of(PATHS[name]) == 0
-    (recipe,) = [recipe for recipe, configs in configs_by_recipe().items() if name in configs]
-    assert recipe in recipe_files()
-    assert recipe in _recipes_for(cfg, settings)
+    (recipe,) = recipe_files().keys() & set(re.findall(r"\badaptive_\w+", PATHS[name].read_text()))
+    assert re.fullmatch(f"adaptive_{method_of(cfg)}_(distributed|single_device)", recipe)
     assert f"{recipe} --config {name}\n" in PATHS[name].read_text()
-    _check_components(DictConfig(resolved(cfg)))
+    check_components(cfg)
+    config.validate(DictConfig(resolved(cfg)))
 
 
 @pytest.fixture
@@ -56,12 +58,13 @@ def _with_one_layer(build: Any, **arguments: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # as in the process that usually traces
-@each
+@pytest.mark.parametrize(
+    "name", [name if name in PLANNED else pytest.param(name, marks=pytest.mark.exhaustive) for name in sorted(PATHS)]
+)
 def test_a_config_can_be_planned(name: str, shallow_models: None) -> None:
     cfg = DictConfig(resolved(load_config(name)))
-    step = trace_events(cfg, world_size=ranks_of(PATHS[name]), batch_size=2, seq_len=64)
-    assert step.peak_bytes > 0
+    step = Tracer().whole_step(cfg, world_size=ranks_of(PATHS[name]), batch_size=2, seq_len=64)
+    assert max(sum_of_timelines(step.values()).live_bytes) > 0
 
 
 def checkpoint_files(checkpointer: DictConfig) -> list[str]:

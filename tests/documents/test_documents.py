@@ -1,4 +1,4 @@
-"""The documents are right: links lead somewhere, programs run, commands and configs are accepted, keys exist."""
+"""The documents are right: links lead somewhere, programs run, commands and configs are accepted."""
 
 import json
 import os
@@ -24,17 +24,14 @@ from tests.support.document_commands import (
 )
 from tests.support.document_names import document_names
 from tests.support.documents import DOCUMENTS, OUTPUT, REPOSITORY, Block, anchors, blocks, inline_code, name_of
-from torchtune_adaptive.settings import BLOCK_KEYS, AdaptiveSettings
+from torchtune_adaptive.settings import AdaptiveSettings
 
-# Written by a run, or for a user to choose; `adaptive.lock` is a file.
-NOT_IN_THE_REPOSITORY = {"demo_output", "site"}
-FILES_LIKE_KEYS = {"lock"}
 # The changelog describes earlier versions.
 PRESENT = [document for document in DOCUMENTS if document.name != "CHANGELOG.md"]
 documents = pytest.mark.parametrize("document", PRESENT, ids=name_of)
 
 
-# ---- links and paths
+# ---- links
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
@@ -48,30 +45,6 @@ def test_every_link_leads_to_a_file_and_a_heading_of_it(document: Path) -> None:
         if linked is None or (anchor and anchor not in anchors(REPOSITORY / linked)):
             broken.append(target)
     assert broken == []
-
-
-@documents
-def test_every_path_named_in_a_document_exists(document: Path) -> None:
-    """Words in backticks that begin with a folder of the repository, or end as its files do."""
-    entries = {entry.name for entry in REPOSITORY.iterdir()} - NOT_IN_THE_REPOSITORY
-    words = set(re.findall(r"`([\w.\-/]+)`", document.read_text(encoding="utf-8")))
-    named = [
-        word
-        for word in words
-        if ("/" in word and word.split("/")[0] in entries) or re.search(r"\w\.(py|md|yaml)$", word)
-    ]
-    folders = (REPOSITORY, document.parent)
-    assert sorted(path for path in named if not any((folder / path).exists() for folder in folders)) == []
-
-
-# ---- keys
-
-
-@documents
-def test_every_key_of_the_block_adaptive_that_is_named_exists(document: Path) -> None:
-    named = set(re.findall(r"\badaptive\.(\w+)\b(?!/)", document.read_text()))
-    of_torchtitan = {"micro_batch_size", "search"} if document.name == "hosts.md" else set[str]()  # a block of its own
-    assert named - set(BLOCK_KEYS) - FILES_LIKE_KEYS - of_torchtitan == set()
 
 
 # ---- blocks

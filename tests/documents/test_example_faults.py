@@ -41,7 +41,8 @@ class Example:
         for tensor, saved in zip(tensors_of(self.model, self.optimizer), self._saved, strict=True):
             tensor.copy_(saved)
         torch.manual_seed(7)
-        self.slices.size, self.step.backoff = micro_batch_size, Backoff()
+        self.slices.size = micro_batch_size
+        self.step.backoff = Backoff(last_failure=0, wait_steps=10**6)  # the larger size is not tried again
         wrap_micro_steps(self.step, partial(under, {0: fault}))
         train(self.model, self.optimizer, self.step, STEPS)
         return self.slices.size, [tensor.clone() for tensor in tensors_of(self.model, self.optimizer)]

@@ -25,7 +25,6 @@ from torchtune_adaptive.testing import Fault, wrap_micro_steps
 
 # `transformers` takes seconds to import: only the ranks that use it import it.
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PROGRAMS = sorted(EXAMPLES.glob("[a-z]*.py"))
 STEPS = 4
 Outcome = tuple[list[torch.Tensor], list[Any]]  # parameters and events
 
@@ -338,11 +337,6 @@ def test_every_program_runs_as_a_script(results: list[dict[str, Any]]) -> None:
     assert printed.count("grad_norm") == 5
     assert "batch size 48" in printed
     assert "8 samples per step, at most 6 at once" in printed
-
-
-def test_the_readme_names_every_program() -> None:
-    named = re.findall(r"^\| \[`(\w+\.py)`\]\(\1\) \|", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE)
-    assert sorted(named) == [path.name for path in PROGRAMS]
 
 
 def test_the_requirements_are_those_of_the_tests_or_older() -> None:

@@ -68,5 +68,5 @@ def test_a_reward_model_must_know_every_token_that_the_policy_can_generate() -> 
     assert str(refused.value) == (
         "`reward_and_value_model` must have at least the vocabulary of `policy_model` (8 tokens), but has 7 instead."
     )
-    with pytest.raises(InputError, match="the vocabulary of `policy_model`, but gives 8 in the first sample"):
+    with pytest.raises(InputError, match="has token 8, but `policy_model` has a vocabulary of 8 tokens"):
         check_ppo_models(policy, with_vocabulary(9), [{"tokens": [8]}])

@@ -1,6 +1,5 @@
-"""Components that a config can name, whose code would end the process: with what ``ENDING`` names, at the place."""
+"""Components that a config can name, whose code would end the process."""
 
-import asyncio
 import os
 import sys
 from typing import Any
@@ -11,20 +10,11 @@ from torchtune.models.llama2 import Llama2Tokenizer
 from torchtune.modules import loss
 from torchtune.training.metric_logging import DiskLogger
 
-ENDINGS = {
-    "exit": lambda: sys.exit(0),
-    "exit without status": sys.exit,
-    "exit with text": lambda: sys.exit("no more\ndata"),
-    "interrupt": KeyboardInterrupt,
-    "generator": GeneratorExit,
-    "cancelled": asyncio.CancelledError,
-}
-
 
 def end() -> None:
     """End the process, on the rank ``ENDING_RANK`` if that is set."""
     if os.environ.get("RANK", "0") == os.environ.get("ENDING_RANK", os.environ.get("RANK", "0")):
-        raise ENDINGS[os.environ.get("ENDING", "exit")]()
+        sys.exit("no more\ndata")
 
 
 class Samples:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from torchtune_adaptive.training.batch.noise_scale import GradientNorms, MeasuredSchedule, gradient_noise_scale
+from torchtune_adaptive.schedule import GradientNorms, MeasuredSchedule, gradient_noise_scale
 
 
 def raises_late(epoch: int, current_batch_size: int) -> int:

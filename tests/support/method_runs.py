@@ -206,8 +206,6 @@ def everything(recipe: Any) -> dict[str, Any]:
     loader = trainer.loader
     # Each run has an id of its own, and the backoff knows what has fitted in the search.
     told_otherwise = ("run", "reference_samples", "config", "backoff")
-    for of_rank in state["rank_states"]:
-        del of_rank["largest_fitted"]
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     places = [(optimizer, parameter) for optimizer, group in groups for parameter in group["params"]]
     is_rank_zero = not dist.is_initialized() or dist.get_rank() == 0

@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,12 +18,13 @@ from torchtune.training.metric_logging import MetricLoggerInterface
 
 from tests.support.ranks import DEVICE
 from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
-from torchtune_adaptive.engine.memory.devices import meter_for
-from torchtune_adaptive.engine.memory.meter import MemoryMeter
+from torchtune_adaptive.engine.loop import Loop
+from torchtune_adaptive.engine.memory.devices import meter_for, meter_of_run
 from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.stock import recipe
 from torchtune_adaptive.stock.configs import load_config
 from torchtune_adaptive.tiny import DATA_NAME, MODEL_GEOMETRY, MODEL_NAME, PAIRS_NAME, TOKENIZER_NAME
-from torchtune_adaptive.training import assembly
+from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.train_step import TrainStep
 
 Step = dict[str, float]
@@ -198,21 +198,10 @@ def finished(recipe_class: Any, cfg: DictConfig) -> tuple[list[Step], dict[str, 
     return *trained(recipe), recipe
 
 
-def with_sizes_fitted(recipe_class: Any) -> Any:
-    """The recipe in which micro-batches of every size have fitted: a fault halves them, and sets no limit."""
-
-    class WithSizesFitted(recipe_class):
-        def before_step(self, step: int) -> None:
-            super().before_step(step)
-            self.trainer.recoverable.sizes.fitted(sys.maxsize)
-
-    return WithSizesFitted
-
-
 def with_micro_batches(recipe_class: Any, size_at: Callable[[int], int | None]) -> Any:
     """The recipe with micro-batches of ``size_at(step)``, steps counted from 0; None: as large as they may be."""
 
-    class WithMicroBatches(with_sizes_fitted(recipe_class)):
+    class WithMicroBatches(recipe_class):
         def before_step(self, step: int) -> None:
             super().before_step(step)
             micro_batches = self.trainer.micro_batches
@@ -237,10 +226,10 @@ def meters_of_recipes() -> Iterator[list[Any]]:
     made: list[Any] = []
 
     def make(*args: Any, **options: Any) -> Any:
-        made.append(meter_for(*args, **options))
+        made.append(meter_of_run(*args, **options))
         return made[-1]
 
-    with mock.patch.object(assembly, "meter_for", make):
+    with mock.patch.object(recipe, "meter_of_run", make):
         yield made
 
 
@@ -257,28 +246,29 @@ def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def metered_step(recipe: Any) -> tuple[TrainStep, MemoryMeter]:
-    """A train step made of the recipe's parts, and its memory meter."""
-    models, optimizer_policy = recipe.models(), recipe.optimizer_policy()
-    meter = meter_for(recipe._device, torch.nn.ModuleList(models), optimizer_policy.optimizers)
+def metered_loop(recipe: Any) -> Loop:
+    """The loop of the recipe's own train step, with an exact meter."""
+    models, policy = recipe.models(), recipe.optimizer_policy()
+    meter = meter_for(recipe._device, torch.nn.ModuleList(models), policy.optimizers)
     step = TrainStep(
+        models,
         recipe.objective(as_stock=True),
-        optimizer_policy,
+        policy,
         collate=recipe._dataloader.collate_fn,
         device=recipe._device,
         phases=Phases(models, meter),
         meter=meter,
     )
-    return step, meter
+    return step.loop(recipe._consensus)
 
 
 def metered_peaks(recipe: Any, row: Any, sizes: Sequence[int], *, micro_steps: int = 1) -> list[int]:
     """The peaks of whole steps of each of ``sizes`` times ``row``. The first step also makes the optimizers' state."""
-    step, meter = metered_step(recipe)
-    peaks = []
+    loop, peaks = metered_loop(recipe), []
+    meter = loop.meter_for_probes()
     for size in sizes:
         meter.reset()
         with meter, keep_random_states():
-            step([[row] * size] * micro_steps)
+            loop.step([MicroBatch([row] * size)] * micro_steps)
         peaks.append(meter.peak_bytes)
     return peaks
