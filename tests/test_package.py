@@ -94,7 +94,7 @@ def test_the_source_distribution_has_all_but_hidden_files(tmp_path: Path) -> Non
 def test_the_readme_of_the_index_needs_no_repository() -> None:
     metadata = ProjectMetadata(str(REPOSITORY), PluginManager()).core
     targets = re.findall(r"\]\((.*?)\)", metadata.readme)
-    assert len(targets) > 30
+    assert len(targets) > 10
     home = f"{PROJECT['urls']['Homepage'].replace('github.com', 'raw.githubusercontent.com')}/v{metadata.version}/"
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", metadata.readme)
     assert all(picture.startswith(home) and (REPOSITORY / picture.removeprefix(home)).exists() for picture in pictures)

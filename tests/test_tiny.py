@@ -65,5 +65,5 @@ def test_the_command_says_where_the_assets_are_or_why_there_are_none(
     tiny.main()
     assert capsys.readouterr().out == f"Data, tokenizer and model are in {tmp_path}.\n"
     monkeypatch.setattr("sys.argv", ["tiny", str(tmp_path / tiny.DATA_NAME / "assets")])
-    with pytest.raises(SystemExit, match=r"^`output_dir` must be a folder that can be written, but is '.*\.$"):
+    with pytest.raises(SystemExit, match=r"^`output_dir` cannot be written: folder '.*\.$"):
         tiny.main()

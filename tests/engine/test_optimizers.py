@@ -278,9 +278,9 @@ def with_a_log_inside(optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (with_generator, "`draws` of `SlowWeights` is of type generator"),
-        (with_iterator_in_state, "`state['rates']['next']` of `SlowWeights` is of type count"),
-        (with_a_log_inside, "`inner.log[...]` of `SlowWeights` is of type StringIO"),
+        (with_generator, "`draws` of `SlowWeights` is a generator"),
+        (with_iterator_in_state, "`state['rates']['next']` of `SlowWeights` is a count"),
+        (with_a_log_inside, "`inner.log[...]` of `SlowWeights` is a StringIO"),
     ],
 )
 def test_what_cannot_be_restored_is_refused_by_name_before_the_first_step(

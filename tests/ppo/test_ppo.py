@@ -11,7 +11,6 @@ from torch import nn
 from torchtune.modules import KVCache, attention
 
 from tests.support.ppo_runs import (
-    ANSWERS,
     ANSWERS_PER_STEP,
     LIMIT_BYTES,
     PROMPT_TOKENS,
@@ -48,16 +47,6 @@ def _told(generated: int, trained: int) -> dict[str, int]:
     return {"forward_batch_size": generated, "gradient_accumulation_steps": ANSWERS_PER_STEP // trained}
 
 
-def _peak_bytes(cfg: DictConfig) -> int:
-    """The metered peak of torchtune's own loop."""
-    recipe = _recipe(cfg, stock=True)
-    meter = meter_for(recipe._device, _models(recipe), [recipe._optimizer])
-    meter.reset()
-    with meter:
-        recipe.train()
-    return meter.peak_bytes
-
-
 def _trained(cfg: DictConfig, *, stock: bool = False) -> tuple[list[dict[str, float]], dict[str, Any], tuple[int, int]]:
     """What was logged, the weights of all four models, and the sizes used."""
     recipe = _recipe(cfg, stock=stock)
@@ -66,22 +55,46 @@ def _trained(cfg: DictConfig, *, stock: bool = False) -> tuple[list[dict[str, fl
     return logged_steps(), local_parameters(_models(recipe)), sizes
 
 
-def _search(assets: Path, output_dir: Path, strategies: tuple[str, ...]) -> dict[str, Any]:
-    found = {}
-    for strategy in strategies:
-        _recipe(ppo_config(assets, output_dir, **SEARCHING, adaptive__strategy=strategy))
-        searches = {one["of"]: one for one in events_in(output_dir, "search")}
-        sizes = {name: size for one in searches.values() for name, size in one["chosen"].items()}
-        found[strategy] = sizes | {"searches": searches}
+def _metered(cfg: DictConfig) -> tuple[list[dict[str, float]], dict[str, Any], tuple[int, int]]:
+    """What torchtune's own loop has logged, the weights, and the metered peaks of generating and of training."""
+    recipe = _recipe(cfg, stock=True)
+    meter = meter_for(recipe._device, _models(recipe), [recipe._optimizer])
+    generate = recipe.generate_trajectory_batched
+    generating, training = [0], [0]
+
+    def generate_metered(*args: Any) -> Any:
+        training.append(meter.peak_bytes)
+        meter.reset()
+        trajectory = generate(*args)
+        generating.append(meter.peak_bytes)
+        meter.reset()
+        return trajectory
+
+    recipe.generate_trajectory_batched = generate_metered
+    meter.reset()
+    with meter:
+        recipe.train()
+    return logged_steps(), local_parameters(_models(recipe)), (max(generating), max(*training, meter.peak_bytes))
+
+
+def _sizes_found(output_dir: Path) -> dict[str, int]:
+    """What the last run's searches have chosen, by torchtune's keys."""
+    return {name: size for one in events_in(output_dir, "search") for name, size in one["chosen"].items()}
+
+
+def _search(assets: Path, output_dir: Path) -> dict[str, Any]:
     steps, parameters, sizes = _trained(ppo_config(assets, output_dir, **SEARCHING))
-    told_steps, told_parameters, _ = _trained(ppo_config(assets, output_dir, **_told(6, 2)), stock=True)
-    peaks = {told: _peak_bytes(ppo_config(assets, output_dir, **_told(*told))) for told in ((12, 1), (1, 2), (1, 3))}
+    searches = {one["of"]: one for one in events_in(output_dir, "search")}
+    told_steps, told_parameters, fitting = _metered(ppo_config(assets, output_dir, **_told(6, 2)))
+    next_larger = ppo_config(assets, output_dir, **_told(12, 3))
     return {
-        "found": found,
+        "found": _sizes_found(output_dir),
+        "probes": searches["trained"]["probes"],
         "used": sizes,
         "steps": (steps, told_steps),
         "parameters equal": same_bits(parameters, told_parameters),
-        "peaks": peaks,
+        "fitting": fitting,
+        "next larger": _metered(next_larger)[-1],
     }
 
 
@@ -92,28 +105,27 @@ def assets(tiny_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def searched(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_alone(_search, assets, tmp_path_factory.mktemp("ppo"), ("binary_search",))
+    return run_alone(_search, assets, tmp_path_factory.mktemp("ppo"))
 
 
 def test_a_search_finds_what_torchtunes_own_loop_fits(searched: dict[str, Any]) -> None:
-    _check_sizes(searched)
-    probes = searched["found"]["binary_search"]["searches"]["trained"]["probes"]
-    (probe_bytes,) = [probe["peak_bytes"] for probe in probes if probe["batch_size"] == 2]
-    assert -LABEL_BYTES <= probe_bytes - searched["peaks"][1, 2] <= TOKEN_BYTES
-    assert searched["peaks"][1, 2] <= LIMIT_BYTES < searched["peaks"][1, 3]
-    assert searched["peaks"][12, 1] > LIMIT_BYTES
+    assert searched["found"] == _told(6, 2)
+    assert max(searched["fitting"]) <= LIMIT_BYTES < min(searched["next larger"])
+    (probe_bytes,) = [probe["peak_bytes"] for probe in searched["probes"] if probe["batch_size"] == 2]
+    assert -LABEL_BYTES <= probe_bytes - searched["fitting"][1] <= TOKEN_BYTES
 
 
-def _check_sizes(searched: dict[str, Any]) -> None:
-    for report in searched["found"].values():
-        assert {key: report[key] for key in _told(6, 2)} == _told(6, 2)
+def _search_by_each(assets: Path, output_dir: Path) -> dict[str, dict[str, int]]:
+    found = {}
+    for strategy in STRATEGIES:
+        _recipe(ppo_config(assets, output_dir, **SEARCHING, adaptive__strategy=strategy))
+        found[strategy] = _sizes_found(output_dir)
+    return found
 
 
 @pytest.mark.exhaustive
 def test_every_strategy_finds_the_same_sizes(assets: Path, tmp_path: Path) -> None:
-    found = run_alone(_search, assets, tmp_path, STRATEGIES)
-    assert list(found["found"]) == list(STRATEGIES)
-    _check_sizes(found)
+    assert run_alone(_search_by_each, assets, tmp_path) == dict.fromkeys(STRATEGIES, _told(6, 2))
 
 
 def test_a_search_restores_all_state_and_training_equals_the_stock_recipe_with_those_sizes(
@@ -159,7 +171,7 @@ def test_optimizers_that_step_in_backward_are_restored_and_need_a_step_that_fits
     assert steps == told
     assert found["parameters equal"]
     assert found["refused"] == (
-        "`ppo_batch_size` must be at most 4, which fit at once, if `optimizer_in_bwd` is True, but is 12 instead."
+        "With `optimizer_in_bwd: True`, `ppo_batch_size` must be at most 4, which fit at once, but is 12 instead."
     )
     assert found["sizes after the refusal"] == (2, 12)  # those of the config
 
@@ -190,7 +202,9 @@ def test_a_cache_that_a_failed_turn_left_is_dropped(assets: Path, tmp_path: Path
 
 
 def _diverge(assets: Path, output_dir: Path) -> list[dict[str, Any]]:
-    keys: dict[str, Any] = {"optimizer__lr": 1e30, "num_steps": 4 * ANSWERS, "adaptive__save_every_n_steps": 1}
+    keys: dict[str, Any] = {"optimizer__lr": 1e30, "adaptive__save_every_n_steps": 1}
+    keys |= {"num_steps": 16, "batch_size": 4, "ppo_batch_size": 4, "gradient_accumulation_steps": 1}
+    keys |= {"tokenizer__max_seq_len": 24, "max_generated_tokens": 4, "forward_batch_size": 4}
     _recipe(ppo_config(assets, output_dir, **keys)).train()
     return events_in(output_dir, "not finite")
 
@@ -223,20 +237,19 @@ REFUSED = [
     (
         "value_checkpointer__output_dir",
         "${output_dir}/value/..",
-        "`value_checkpointer.output_dir` must differ from the policy's folder, whose checkpoints have the same"
-        " names, but is '",
+        "`value_checkpointer.output_dir` and the policy's folder must differ, but both are '",
     ),
     ("dataset__split", "train[:4]", "`batch_size` must be at most 4, the prompts of `dataset`, but is 12 instead."),
-    ("dataset__data_files", "/no/such", "`dataset` must be one that can be created, but failed with {"),
-    ("dataset__column", "nope", "`dataset` must have samples, but loading the first one failed: KeyError: 'nope'."),
+    ("dataset__data_files", "/no/such", "`dataset` cannot be created from {"),
+    ("dataset__column", "nope", "`dataset` cannot load its first sample: KeyError: 'nope'."),
     (
         "dataset",
         {"_component_": "tests.recipes.test_bad_input.beyond_the_vocabulary"},
-        "`tokenizer` must give tokens below 2048, the vocabulary of `policy_model`, but gives 2048 in the first sample",
+        "The first sample of `dataset` has token 2048, but `policy_model` has a vocabulary of 2048 tokens.",
     ),
-    ("policy_model", "x", "The config must be one that its recipe can set up, but failed: ValueError: "),
+    ("policy_model", "x", "The recipe cannot be set up: ValueError: "),
     ("tokenizer__max_seq_len", "x", "`tokenizer.max_seq_len` must be a number, but is 'x' instead."),
-    ("max_generated_tokens", 1000, "Rows must have at most the model's max_seq_len (512 tokens), but have 1095."),
+    ("max_generated_tokens", 1000, "Rows have 1095 tokens, but the model takes at most 512."),
 ]
 
 

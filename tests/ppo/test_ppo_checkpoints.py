@@ -41,17 +41,21 @@ from torchtune_adaptive.training.signals import STATUS_STOPPED
 Recipe: Any = ppo.AdaptivePPOFullFinetuneRecipeSingleDevice
 # An epoch has two turns of four optimizer steps; the run ends after the first turn of the third epoch.
 TURNS = 5
+IN_A_TURN = 4
 RUN: dict[str, Any] = {
-    "dataset__split": "train[:28]",
-    "num_steps": TURNS * ANSWERS,
+    "dataset__split": "train[:10]",
+    "batch_size": IN_A_TURN,
+    "num_steps": TURNS * IN_A_TURN,
     "ppo_epochs": 2,
-    "ppo_batch_size": 6,
+    "ppo_batch_size": 2,
     "gradient_accumulation_steps": 2,
     "max_generated_tokens": 4,
     "tokenizer__max_seq_len": 24,
-    "forward_batch_size": 6,
+    "forward_batch_size": 2,
     "resume_from_checkpoint": "auto",
 }
+# Turns that take a while, in which the sizes of a search differ.
+LARGE = {"dataset__split": "train[:28]", "batch_size": ANSWERS, "ppo_batch_size": 6, "forward_batch_size": 6}
 FINISH = CheckpointFolder.finish
 IN_BACKWARD = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1}
 
@@ -203,8 +207,8 @@ def test_a_run_resumes_from_every_checkpoint(keys: dict[str, Any], assets: Path,
 def _asked_to_end(assets: Path, output_dir: Path) -> dict[str, Any]:
     """A run with a search is asked to end, and is resumed, also with more memory."""
     adaptive: dict[str, Any] = {"memory_limit": LIMIT_BYTES, "margin": 0.0}
-    searched = {**RUN, "num_steps": 2 * ANSWERS, "tokenizer__max_seq_len": PROMPT_TOKENS, "max_generated_tokens": 8}
-    searched |= {"use_maximum_batch_size": True, "adaptive": adaptive}
+    searched = RUN | LARGE | {"num_steps": 2 * ANSWERS, "tokenizer__max_seq_len": PROMPT_TOKENS}
+    searched |= {"max_generated_tokens": 8, "use_maximum_batch_size": True, "adaptive": adaptive}
     whole = trained(Recipe, ppo_config(assets, output_dir / "whole", **searched))
     cfg = ppo_config(assets, output_dir / "part", **searched)
     with pytest.raises(RunEnded) as end:
@@ -256,7 +260,8 @@ class PpoSetup(Setup):
 @pytest.fixture(scope="module")
 def ppo_setup(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> PpoSetup:
     """Twelve turns, three an epoch, of which every second one is saved."""
-    keys = RUN | {"dataset__split": "train[:40]", "num_steps": 12 * ANSWERS, "ppo_epochs": 1, "ppo_batch_size": ANSWERS}
+    keys = RUN | LARGE | {"dataset__split": "train[:40]", "num_steps": 12 * ANSWERS, "ppo_epochs": 1}
+    keys["ppo_batch_size"] = ANSWERS
     cfg = ppo_config(assets, Path("${output_dir}"), **keys)
     cfg.output_dir = "/"  # the command line has another
     path = tmp_path_factory.mktemp("config") / "ppo.yaml"
@@ -286,7 +291,7 @@ def test_a_run_killed_at_any_moment_resumes_as_if_it_had_not_been(
 
 
 def _bad_days(assets: Path, output_dir: Path) -> dict[str, Any]:
-    keys = RUN | {"num_steps": 3 * ANSWERS}  # an epoch of two turns, and one turn
+    keys = RUN | {"num_steps": 3 * IN_A_TURN}  # an epoch of two turns, and one turn
     cfg = ppo_config(assets, output_dir, **keys)
     found: dict[str, Any] = {}
 
@@ -302,7 +307,7 @@ def _bad_days(assets: Path, output_dir: Path) -> dict[str, Any]:
     trained(killed_in(2), cfg)
     found["refused"] = {
         key: _refusal(ppo_config(assets, output_dir, **keys | {key: value}))
-        for key, value in (("batch_size", 6), ("ppo_batch_size", 12), ("ppo_epochs", 1), ("num_steps", 2 * ANSWERS))
+        for key, value in (("batch_size", 2), ("ppo_batch_size", 4), ("ppo_epochs", 1), ("num_steps", 2 * IN_A_TURN))
     }
     (output_dir / "value" / "epoch_0").rename(output_dir / "value" / "elsewhere")
     found["refused"]["value model"] = _refusal(cfg)
@@ -374,16 +379,15 @@ def test_another_kind_of_turn_or_another_model_is_refused(bad_days: tuple[dict[s
     found, output_dir = bad_days
     path, values = output_dir / "epoch_0", output_dir / "value" / "epoch_0"
     assert found["refused"] == {
-        "batch_size": "`batch_size` must be 12 as in the checkpoint, but is 6 instead.",
-        "ppo_batch_size": "`ppo_batch_size` must be 6 as in the checkpoint, but is 12 instead.",
+        "batch_size": "`batch_size` must be 4 as in the checkpoint, but is 2 instead.",
+        "ppo_batch_size": "`ppo_batch_size` must be 2 as in the checkpoint, but is 4 instead.",
         "ppo_epochs": "`ppo_epochs` must be 2 as in the checkpoint, but is 1 instead.",
-        "num_steps": f"`num_steps` must be at least 36 to resume from '{path}', but is 24 instead.",
-        "value model": "`resume_from_checkpoint` must be a checkpoint whose value model exists, but for"
-        f" '{path}' there is no '{values}'.",
+        "num_steps": f"`num_steps` must be at least 12 to resume from '{path}', but is 8 instead.",
+        "value model": f"`resume_from_checkpoint` '{path}' lacks its value model: there is no '{values}'.",
         "damaged value model": f"{values}/model-00001-of-00001.bin must be as the run wrote it, but its content has"
         " changed.",
-        "another run's value model": "`resume_from_checkpoint` must be a checkpoint whose value model exists, but for"
-        f" '{path}' that in '{values}' is of another run.",
+        "another run's value model": f"`resume_from_checkpoint` '{path}' lacks its value model: that in '{values}' is"
+        " of another run.",
         "reward model": f"`reward_checkpointer` must have the weights that '{path}' was trained on, but has"
         f" '{output_dir.parent}/other/{REWARD_NAME}' instead of '{assets}/{REWARD_NAME}'.",
     }
@@ -401,7 +405,7 @@ def test_a_run_that_has_trained_all_turns_is_over(bad_days: tuple[dict[str, Any]
 
 def _of_stock(assets: Path, output_dir: Path) -> tuple[str | None, list[float], list[float]]:
     """A run of torchtune's own recipe that the adaptive one resumes: the checkpoint, and the steps that each logs."""
-    keys = RUN | {"num_steps": 3 * ANSWERS, "resume_from_checkpoint": False}
+    keys = RUN | {"num_steps": 3 * IN_A_TURN, "resume_from_checkpoint": False}
     cfg = ppo_config(assets, output_dir, **keys)
     stock = killed_in(2, ppo.StockRecipe)(cfg)
     stock.setup(cfg)

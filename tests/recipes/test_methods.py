@@ -11,7 +11,7 @@ from tests.support.method_runs import LOGGED_OTHERWISE, ROWS_THAT_FIT, STRATEGIE
 from tests.support.ranks import run_alone, run_on_ranks
 from tests.support.recipe_runs import RECIPES, shallow_assets
 
-# Finetuning has test files of its own, and the others combine features of the remaining kinds: exhaustive tests only.
+# Finetuning has test files of its own, and others combine features of the remaining kinds: exhaustive tests only.
 ELSEWHERE = (
     *("full", "lora", "full_single", "lora_single", "full_dpo", "lora_dpo", "lora_kd"),
     *("full_qat", "lora_qat"),
@@ -20,15 +20,15 @@ KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ELSEWHERE e
 MEANS = ("rewards/", "log_probs/", "logits/")  # the stock recipe takes means of means
 
 
-def _all_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+def _own_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    """What depends on a method's loss and rows."""
     trials = Trials(kind, tiny_dir, output_dir)
-    return {
-        "parity": trials.parity(2),
-        "search": trials.search(STRATEGIES[:1]),
-        "recovery": trials.recovery(points=3),
-        "resume": trials.resume(within_epoch=True),
-        "cuts": trials.cuts(),
-    }
+    return {"parity": trials.parity(2), "search": trials.search(STRATEGIES[:1]), "cuts": trials.cuts()}
+
+
+def _common_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    trials = Trials(kind, tiny_dir, output_dir)
+    return {"recovery": trials.recovery(points=3), "resume": trials.resume(within_epoch=True)}
 
 
 def _exhaustive_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _run(trials: Any, kind: str, tiny_dir: Path, output_dir: Path, *, timeout_s:
 @pytest.fixture(scope="module")
 def outcomes(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A function from a kind to the outcomes of its trials, which are run once."""
-    return functools.cache(lambda kind: _run(_all_trials, kind, tiny_dir, tmp_path_factory.mktemp(kind)))
+    return functools.cache(lambda kind: _run(_own_trials, kind, tiny_dir, tmp_path_factory.mktemp(kind)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,10 +112,16 @@ def test_growth(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
     assert _run(_growth, kind, tiny_dir, tmp_path)[0] == [2, 4, 6]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_recovery(kind: str, outcomes: Any) -> None:
-    """Training with faults equals a run configured with the same micro-batches, and no memory stays allocated."""
-    check_recovery([rank["recovery"] for rank in outcomes(kind)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", RECIPES)
+def test_recovery_and_resume(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
+    """Training with faults equals a run configured with the same micro-batches, and no memory stays allocated.
+
+    A run resumes from an adaptive checkpoint within an epoch.
+    """
+    ranks = _run(_common_trials, kind, tiny_dir, tmp_path)
+    check_recovery([rank["recovery"] for rank in ranks])
+    check_resume([rank["resume"] for rank in ranks], steps_left=2)
 
 
 def check_recovery(ranks: list[dict[str, Any]]) -> None:
@@ -129,12 +135,6 @@ def check_recovery(ranks: list[dict[str, Any]]) -> None:
     steps, told = ranks[0]["figures"]
     assert len(told) >= ranks[0]["faults"]
     assert steps == told
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_resume(kind: str, outcomes: Any) -> None:
-    """A run resumes from an adaptive checkpoint within an epoch."""
-    check_resume([rank["resume"] for rank in outcomes(kind)], steps_left=2)
 
 
 def check_resume(ranks: list[dict[str, Any]], *, steps_left: int) -> None:

@@ -38,7 +38,13 @@ ON_TWO_RANKS: list[dict[str, Any]] = [
     {"kind": "full"} | UNCLIPPED,
     {"kind": "lora"} | UNCLIPPED,
     {"kind": "full"} | IN_BACKWARD,
-    {"kind": "lora", "gradient_accumulation_steps": 1, "dataset__packed": True, "dataset__split": "train[:60]"},
+    {
+        "kind": "lora",
+        "gradient_accumulation_steps": 1,
+        "dataset__packed": True,
+        "dataset__split": "train[:60]",
+        "max_steps_per_epoch": 2,
+    },
     {
         "kind": "full",
         "gradient_accumulation_steps": 3,

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor
-from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from tests.support.ranks import RanksFailedError, run_on_ranks
 from tests.support.recipe_runs import (
@@ -27,7 +26,7 @@ from tests.support.recipe_runs import (
     tiny_config,
     trained,
 )
-from torchtune_adaptive.errors import InputError, RunEnded
+from torchtune_adaptive.errors import RunEnded
 
 # 18 samples a rank are 9 micro-batches of 2 rows: with an accumulation of 2 one is left over at the first epoch's end.
 MEASURING = {"_component_": "tests.support.growth_functions.Noisy", "every_steps": 2, "min_measurements": 2}
@@ -60,8 +59,6 @@ STATE_FIELDS = {
     "is_global",
     "reference_samples",
     "samples_per_step",
-    "smallest_failed_size",
-    "tries_failed_size",
     "global_step",
     "micro_batch",
     "micro_batch_limit",
@@ -90,31 +87,8 @@ def _die(rank: int, tiny_dir: Path, output_dir: Path) -> None:
     finished(Dying, tiny_config("full", tiny_dir, output_dir, **RUN))
 
 
-def _resume_all(rank: int, tiny_dir: Path, died_in: Path, copy: Path, output_dir: Path) -> dict[str, Any]:
-    """A whole run, and resumes of the killed run, also with other data and memory."""
-    ours = adaptive_recipe("full")
-    whole, whole_parameters, _ = finished(ours, tiny_config("full", tiny_dir, output_dir, **RUN))
-    changed = RUN | {"dataset__split": "train[:34]", "epochs": 3}
-    changed["adaptive"] = changed["adaptive"] | {"memory_limit": "128MiB"}
-    changed_steps, _, changed_recipe = finished(ours, resuming_config("full", tiny_dir, copy, **changed))
-    other: dict[str, Any] = RUN | {
-        "batch_increase_function": {"_component_": "tests.support.growth_functions.Stubborn"}
-    }
-    with pytest.raises(InputError) as refusal:
-        set_up(ours, resuming_config("full", tiny_dir, died_in, **other))
-    resumed, parameters, _ = finished(ours, resuming_config("full", tiny_dir, died_in, **RUN))
-    return {
-        "whole": [[step[name] for name in FIGURES] for step in whole],
-        "resumed": [[step[name] for name in FIGURES] for step in resumed],
-        "parameters equal": same_bits(whole_parameters, parameters),
-        "stopped": _stopped(rank, tiny_dir, output_dir / "stopped", whole_parameters),
-        "changed": (changed_recipe.trainer.run_log.history, [step["global_batch_size"] for step in changed_steps]),
-        "refusal": str(refusal.value),
-    }
-
-
-def _stopped(rank: int, tiny_dir: Path, output_dir: Path, whole_parameters: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """A run that a signal to the second rank ends within an epoch, and that is resumed from there."""
+def _resume_all(rank: int, tiny_dir: Path, died_in: Path, output_dir: Path) -> dict[str, Any]:
+    """A whole run, and the killed run: resumed, ended by a signal to the second rank after a step, and resumed."""
 
     class Stopped(adaptive_recipe("full")):
         def before_step(self, step: int) -> None:
@@ -125,17 +99,21 @@ def _stopped(rank: int, tiny_dir: Path, output_dir: Path, whole_parameters: dict
             with self.listening():
                 super().train()
 
-    recipe = set_up(Stopped, tiny_config("full", tiny_dir, output_dir, **RUN))
+    ours = adaptive_recipe("full")
+    whole, whole_parameters, _ = finished(ours, tiny_config("full", tiny_dir, output_dir, **RUN))
+    resumed = set_up(Stopped, resuming_config("full", tiny_dir, died_in, **RUN))
     with pytest.raises(RunEnded) as end:
-        recipe.train()
-    saved = sorted(path.name for path in output_dir.iterdir() if path.is_dir())
-    steps, parameters, resumed = finished(adaptive_recipe("full"), resuming_config("full", tiny_dir, output_dir, **RUN))
+        resumed.train()
+    saved = sorted(path.name for path in died_in.iterdir() if path.is_dir())
+    steps = resumed._metric_logger.steps if rank == 0 else []
+    last_steps, parameters, again = finished(ours, resuming_config("full", tiny_dir, died_in, **RUN))
     return {
+        "whole": [[step[name] for name in FIGURES] for step in whole],
+        "resumed": [[[step[name] for name in FIGURES] for step in some] for some in (steps, last_steps)],
+        "parameters equal": same_bits(whole_parameters, parameters),
         "status": end.value.status,
         "saved": saved,
-        "resumed": [[step[name] for name in FIGURES] for step in steps],
-        "parameters equal": same_bits(whole_parameters, parameters),
-        "reasons": [entry["reason"] for entry in resumed.trainer.run_log.history],
+        "reasons": [entry["reason"] for entry in again.trainer.run_log.history],
     }
 
 
@@ -149,27 +127,33 @@ def died_in(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def copies(died_in: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def copy(died_in: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the killed run before it is resumed: a resumed run keeps only the optimizer state of its last epoch."""
-    directory = tmp_path_factory.mktemp("copies")
-    return {name: shutil.copytree(died_in, directory / name) for name in ("changed", "opened")}
+    return shutil.copytree(died_in, tmp_path_factory.mktemp("copy") / "died")
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    tiny_dir: Path, died_in: Path, copies: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    arguments = shallow_assets(tiny_dir), died_in, copies["changed"], tmp_path_factory.mktemp("whole")
-    return run_on_ranks(_resume_all, 2, *arguments)
+def ranks(tiny_dir: Path, died_in: Path, copy: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_on_ranks(_resume_all, 2, shallow_assets(tiny_dir), died_in, tmp_path_factory.mktemp("whole"))
 
 
-def test_a_killed_run_resumes_like_the_uninterrupted_one(ranks: list[dict[str, Any]]) -> None:
+def test_a_run_that_is_killed_and_one_that_a_signal_ends_resume_like_the_uninterrupted_one(
+    ranks: list[dict[str, Any]],
+) -> None:
     """Every figure and bit is equal, with growth by a schedule that measures, and with samples left over."""
-    whole, resumed = ranks[0]["whole"], ranks[0]["resumed"]
+    whole, (after_kill, after_signal) = ranks[0]["whole"], ranks[0]["resumed"]
     assert len({step[FIGURES.index("batch_size")] for step in whole}) > 1
-    assert len(resumed) == 4
-    assert resumed == whole[-4:]
+    assert [len(after_kill), len(after_signal)] == [1, 3]
+    assert after_kill + after_signal == whole[-4:]
     assert all(rank["parameters equal"] for rank in ranks)
+
+
+def test_a_signal_to_one_rank_saves_the_step_within_its_epoch(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["status"] for rank in ranks] == [75, 75]
+    assert ranks[0]["saved"] == ["epoch_0", "epoch_1", "recipe_state", f"step_{STOPPED_AFTER}"]
+    reasons = ranks[0]["reasons"]
+    assert "growth, resumed at epoch 2, step 1" in reasons
+    assert not any("changes" in reason for reason in reasons)
 
 
 def test_the_state_of_a_checkpoint_has_the_fields_of_every_version_so_far(
@@ -177,50 +161,11 @@ def test_the_state_of_a_checkpoint_has_the_fields_of_every_version_so_far(
 ) -> None:
     contents = [json.loads((died_in / f"epoch_{epoch}" / "adaptive_state.json").read_text()) for epoch in range(4)]
     assert [content.keys() for content in contents] == [STATE_FILE_FIELDS] * 4
-    assert [content["serial"] for content in contents] == [1, 2, 3, 4]  # two by the run that died
+    assert [content["serial"] for content in contents] == [1, 2, 4, 5]  # two by the run that died, then a step
     assert all(content["state"].keys() == STATE_FIELDS for content in contents)
     assert len({content["state"]["run"]["id"] for content in contents}) == 1
-    assert contents[1]["state"]["global_step"] == ranks[0]["resumed"][0][0] - 1
+    assert contents[1]["state"]["global_step"] == ranks[0]["resumed"][0][0][0] - 1
     assert [content["state"]["epochs_run"] for content in contents] == [1, 2, 3, 4]
-
-
-def test_a_run_that_a_signal_ends_resumes_within_its_epoch_like_the_uninterrupted_one(
-    ranks: list[dict[str, Any]],
-) -> None:
-    assert [rank["stopped"]["status"] for rank in ranks] == [75, 75]
-    assert ranks[0]["stopped"]["saved"] == ["epoch_0", "epoch_1", "recipe_state", f"step_{STOPPED_AFTER}"]
-    assert ranks[0]["stopped"]["resumed"] == ranks[0]["whole"][STOPPED_AFTER:]
-    assert all(rank["stopped"]["parameters equal"] for rank in ranks)
-    reasons = ranks[0]["stopped"]["reasons"]
-    assert "growth, resumed at epoch 2, step 1" in reasons
-    assert not any("changes" in reason for reason in reasons)
-
-
-def test_the_rate_is_that_of_its_place_scaled_by_the_root_of_the_batch(ranks: list[dict[str, Any]]) -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
-    rate: Any = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=5, num_training_steps=16).lr_lambdas[0]
-    names = dict(zip(FIGURES, zip(*ranks[0]["whole"], strict=True), strict=True))
-    epochs_done, expected = 0.0, []
-    for samples in names["global_batch_size"]:
-        epochs_done += samples / 32  # of 36, in whole steps of 8 or 16
-        expected.append(1e-3 * rate(4 * epochs_done) * (samples / 8) ** 0.5)
-    assert names["lr"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
-
-
-def test_other_data_and_another_limit_are_noticed_and_the_batch_stays(ranks: list[dict[str, Any]]) -> None:
-    history, sizes = ranks[0]["changed"]
-    assert history[-2]["reason"] == (
-        "resumed with changes: samples in the data set 36 -> 34; bytes of memory per rank 100663296 -> 134217728;"
-        " adaptive.memory_limit '96MiB' -> '128MiB'; dataset.split 'train[:36]' -> 'train[:34]'; epochs 4 -> 3"
-    )
-    assert history[-1]["reason"] == "growth, resumed at epoch 2"
-    assert sizes == [16] * 2  # 17 samples a rank
-
-
-def test_a_schedule_that_does_not_accept_the_state_of_another_is_refused(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert "must accept the state of the resumed run, but does not accept {'measure" in rank["refusal"]
-        assert rank["refusal"].endswith(": KeyError: 'seen'.")
 
 
 def _resume_each_other(rank: int, tiny_dir: Path, by_ours: Path, by_stock: Path) -> tuple[list[bool], list[Any]]:
@@ -240,10 +185,8 @@ def _resume_each_other(rank: int, tiny_dir: Path, by_ours: Path, by_stock: Path)
 
 
 @pytest.mark.exhaustive
-def test_stock_and_adaptive_recipes_open_each_others_checkpoints(
-    tiny_dir: Path, copies: dict[str, Path], tmp_path: Path
-) -> None:
-    found = run_on_ranks(_resume_each_other, 2, shallow_assets(tiny_dir), copies["opened"], tmp_path)
+def test_stock_and_adaptive_recipes_open_each_others_checkpoints(tiny_dir: Path, copy: Path, tmp_path: Path) -> None:
+    found = run_on_ranks(_resume_each_other, 2, shallow_assets(tiny_dir), copy, tmp_path)
     assert [equal for equal, _ in found] == [[True, True]] * 2
     after_stock, after_ours = found[0][1]
     assert [step for step, *_ in after_stock] == [5, 6]
@@ -257,12 +200,13 @@ def _resume_alone(rank: int, tiny_dir: Path, died_in: Path) -> tuple[list[str], 
     return [entry["reason"] for entry in recipe.trainer.run_log.history], steps
 
 
+@pytest.mark.exhaustive
 def test_another_number_of_ranks_is_noticed_and_the_rate_goes_with_the_batch(
     ranks: list[dict[str, Any]], tiny_dir: Path, died_in: Path, tmp_path: Path
 ) -> None:
     """A single rank has half the samples per step, as the config was written for, so its rate is the config's."""
-    copy = shutil.copytree(died_in, tmp_path / "died")
-    ((reasons, steps),) = run_on_ranks(_resume_alone, 1, shallow_assets(tiny_dir), copy)
+    again = shutil.copytree(died_in, tmp_path / "died")
+    ((reasons, steps),) = run_on_ranks(_resume_alone, 1, shallow_assets(tiny_dir), again)
     assert reasons[-2] == "resumed with changes: ranks 2 -> 1; samples per optimizer step 16 -> 8"
     assert {step["global_batch_size"] for step in steps} == {8}
     # after half of the last epoch, which is its first step on two ranks and its second on one
@@ -272,61 +216,49 @@ def test_another_number_of_ranks_is_noticed_and_the_rate_goes_with_the_batch(
     assert steps[-1]["lr"] == pytest.approx(0, abs=1e-12)
 
 
-def _with_new_values(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """The rates and weight decays of a run resumed with changes from a step and an epoch; a refusal."""
+def _with_new_values(rank: int, tiny_dir: Path, output_dir: Path) -> tuple[list[Any], float]:
+    """The rates and the weight decay of a run resumed from an epoch with changes."""
     recipe = adaptive_recipe("full")
-    options: dict[str, Any] = PLAIN | {"epochs": 2, "lr_scheduler": None, "adaptive": {"save_every_n_steps": 2}}
+    options: dict[str, Any] = PLAIN | {"epochs": 2, "max_steps_per_epoch": 1, "lr_scheduler": None}
     finished(recipe, tiny_config("full", tiny_dir, output_dir, **options))
-    changed = options | {"optimizer__lr": 0.5, "optimizer__weight_decay": 0.25, "max_steps_per_epoch": 3}
-    found = {}
-    for name in ("step_2", "epoch_0"):
-        copy = output_dir.with_name(name)
-        shutil.copytree(output_dir, copy)
-        steps, _, resumed = finished(recipe, resuming_config("full", tiny_dir, copy, checkpoint=name, **changed))
-        decay = resumed._optimizer.param_groups[0]["weight_decay"]
-        found[name] = ([(step["step"], step["lr"]) for step in steps], decay)
-    with pytest.raises(InputError) as refused:
-        set_up(recipe, resuming_config("full", tiny_dir, output_dir, checkpoint="step_4", **options | {"epochs": 1}))
-    return found | {"fewer epochs": str(refused.value)}
+    changed = options | {"optimizer__lr": 0.5, "optimizer__weight_decay": 0.25, "max_steps_per_epoch": 2}
+    steps, _, resumed = finished(recipe, resuming_config("full", tiny_dir, output_dir, checkpoint="epoch_0", **changed))
+    return [(step["step"], step["lr"]) for step in steps], resumed._optimizer.param_groups[0]["weight_decay"]
 
 
-def test_a_resumed_run_has_new_values_also_from_an_epoch_and_too_few_epochs_are_refused(
+def test_a_run_resumed_from_torchtunes_checkpoint_of_an_epoch_has_the_configs_new_values(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
     (found,) = run_on_ranks(_with_new_values, 1, shallow_assets(tiny_dir), tmp_path / "run")
-    assert found["step_2"] == ([(step, 0.5) for step in range(3, 7)], 0.25)
-    assert found["epoch_0"] == ([(step, 0.5) for step in range(3, 6)], 0.25)
-    assert found["fewer epochs"].startswith("`epochs` must be at least 2 to resume from ")
+    assert found == ([(2, 0.5), (3, 0.5)], 0.25)
 
 
-def _saved_in_background(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """The last epochs of a run with `enable_async_checkpointing`, uninterrupted and resumed."""
+def _saved_in_background(rank: int, kind: str, tiny_dir: Path, output_dir: Path) -> tuple[list[Any], bool]:
+    """The last epoch of a run with `enable_async_checkpointing`, uninterrupted and resumed."""
     options: dict[str, Any] = PLAIN | {"enable_async_checkpointing": True, "lr_scheduler__num_warmup_steps": 2}
-    found = {}
-    for kind in ("full", "full_single"):
-        recipe, path = adaptive_recipe(kind), output_dir / kind
-        steps, parameters, done = finished(recipe, tiny_config(kind, tiny_dir, path, **options))
-        if kind == "full":
-            done._checkpoint_client._dcp_checkpointer._checkpoint_future.result()
-            shutil.rmtree(path / "epoch_2")
-        checkpoint = None if kind == "full" else "epoch_1"
-        cfg = resuming_config(kind, tiny_dir, path, checkpoint=checkpoint, **options)
-        resumed, resumed_parameters, _ = finished(recipe, cfg)
-        names = ("step", "lr", "loss")
-        figures = [[[step[name] for name in names] for step in some] for some in (steps[4:], resumed)]
-        found[kind] = (figures, same_bits(parameters, resumed_parameters))
-    return found
+    recipe, checkpoint = adaptive_recipe(kind), "epoch_1"
+    steps, parameters, done = finished(recipe, tiny_config(kind, tiny_dir, output_dir, **options))
+    if kind == "full":
+        done._checkpoint_client._dcp_checkpointer._checkpoint_future.result()
+        shutil.rmtree(output_dir / "epoch_2")
+        checkpoint = None
+    cfg = resuming_config(kind, tiny_dir, output_dir, checkpoint=checkpoint, **options)
+    resumed, resumed_parameters, _ = finished(recipe, cfg)
+    figures = [[(step["step"], step["lr"], step["loss"]) for step in some] for some in (steps[4:], resumed)]
+    return figures, same_bits(parameters, resumed_parameters)
 
 
+@pytest.mark.parametrize("kind", ["full", pytest.param("full_single", marks=pytest.mark.exhaustive)])
 def test_a_run_that_torchtune_saves_in_the_background_resumes_like_the_uninterrupted_one(
-    tiny_dir: Path, tmp_path: Path
+    kind: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     """The single-device recipe takes the key, but saves as without it."""
-    (found,) = run_on_ranks(_saved_in_background, 1, shallow_assets(tiny_dir), tmp_path)
-    for (whole, resumed), parameters_equal in found.values():
-        assert [step for step, *_ in whole] == [5, 6]
-        assert resumed == whole
-        assert parameters_equal
+    (((whole, resumed), parameters_equal),) = run_on_ranks(
+        _saved_in_background, 1, kind, shallow_assets(tiny_dir), tmp_path
+    )
+    assert [step for step, *_ in whole] == [5, 6]
+    assert resumed == whole
+    assert parameters_equal
 
 
 def _with_few_bits(component: str) -> dict[str, Any]:

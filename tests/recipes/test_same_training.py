@@ -18,6 +18,7 @@ from tests.support.recipe_runs import (
     tiny_config,
     without_saving,
 )
+from torchtune_adaptive.schedule import GradientNorms
 from torchtune_adaptive.testing import Fault, faults_in
 
 # By name: overrides for steps of `rows` rows on each of two ranks, and faults by optimizer step and micro-step.
@@ -41,8 +42,12 @@ WAYS: dict[str, tuple[Any, dict[tuple[int, int], Fault]]] = {
         {(0, 1): Fault(200, ranks=[0]), (1, 0): Fault(500, ranks=[1])},
     ),
 }
-# Rows per rank and step, and the number of steps (at most three per epoch).
-SIZES = [pytest.param(16, 2, id="small"), pytest.param(64, 21, marks=pytest.mark.exhaustive, id="whole")]
+LEAST_ALIKE = ["at once", "single rows", "not a multiple", "tokens, out of memory"]
+# Ways, rows per rank and step, and the number of steps (at most three per epoch).
+SIZES = [
+    pytest.param(LEAST_ALIKE, 16, 2, id="small"),
+    pytest.param(list(WAYS), 64, 21, marks=pytest.mark.exhaustive, id="whole"),
+]
 
 
 def _keeping_first_gradient(recipe_class: Any, kept: dict[str, torch.Tensor]) -> Any:
@@ -66,9 +71,11 @@ def _keeping_first_gradient(recipe_class: Any, kept: dict[str, torch.Tensor]) ->
     return Keeping
 
 
-def _train(
-    rank: int, tiny_dir: Path, output_dir: Path, ways: list[str], rows: int, num_steps: int, **options: Any
-) -> dict[str, Any]:
+def _train(rank: int, tiny_dir: Path, output_dir: Path, ways: list[str], rows: int, num_steps: int) -> dict[str, Any]:
+    """The first gradient and the losses of each way, where no first token of a row is masked.
+
+    Nothing predicts that token. If it counted, a row would weigh more the shorter its micro-batch's rows are.
+    """
     found = {}
     for way in ways:
         overrides, faults = WAYS[way]
@@ -79,9 +86,10 @@ def _train(
             "max_steps_per_epoch": min(num_steps, 3),
             "epochs": num_steps // min(num_steps, 3),
             "tokenizer__max_seq_len": 64,
+            "dataset__train_on_input": True,
             "lr_scheduler__num_warmup_steps": 2,
         }
-        cfg = tiny_config("full", tiny_dir, output_dir / way.replace(" ", "_"), **common | overrides(rows) | options)
+        cfg = tiny_config("full", tiny_dir, output_dir / way.replace(" ", "_"), **common | overrides(rows))
         gradient: dict[str, torch.Tensor] = {}
         recipe_class = _keeping_first_gradient(without_saving(adaptive_recipe("full")), gradient)
         with faults_in(recipe_class, faults):
@@ -99,11 +107,11 @@ def _farthest(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max() / one.abs().max())
 
 
-@pytest.mark.parametrize(("rows", "num_steps"), SIZES)
+@pytest.mark.parametrize(("ways", "rows", "num_steps"), SIZES)
 def test_every_cut_has_the_same_gradient_and_the_same_losses(
-    rows: int, num_steps: int, tiny_dir: Path, tmp_path: Path
+    ways: list[str], rows: int, num_steps: int, tiny_dir: Path, tmp_path: Path
 ) -> None:
-    ranks = run_on_ranks(_train, 2, shallow_assets(tiny_dir), tmp_path, list(WAYS), rows, num_steps, timeout_s=3600)
+    ranks = run_on_ranks(_train, 2, shallow_assets(tiny_dir), tmp_path, ways, rows, num_steps, timeout_s=3600)
     runs, expected = ranks[0], ranks[0]["at once"]
     assert len(expected["losses"]) == num_steps
     gaps = {}
@@ -114,81 +122,47 @@ def test_every_cut_has_the_same_gradient_and_the_same_losses(
         print(f"{way}: gradient {gaps[way][0]:.1e}, losses {gaps[way][1]:.1e}")
     assert max(gap for both in gaps.values() for gap in both) < 1e-5
     assert gaps["single rows"][0] > 0  # the cut does differ
-    assert {way: run["retries"] for way, run in runs.items() if run["retries"]} == {
-        "out of memory": 1,
-        "tokens, out of memory": 2,
-    }
-    assert [runs[way]["struck"] or ranks[1][way]["struck"] for way in ("out of memory", "tokens, out of memory")] == [
-        True,
-        True,
-    ]
+    retries = {"out of memory": 1, "tokens, out of memory": 2}
+    assert {way: run["retries"] for way, run in runs.items()} == {way: retries.get(way, 0) for way in ways}
+    struck = {way for rank in ranks for way, run in rank.items() if run["struck"]}
+    assert struck == retries.keys() & {*ways}
 
 
-def _train_on_every_token(rank: int, tiny_dir: Path, output_dir: Path, ways: list[str]) -> dict[str, Any]:
-    return _train(rank, tiny_dir, output_dir, ways, 16, 1, dataset__train_on_input=True)
+def _steps_of(tiny_dir: Path, output_dir: Path, **overrides: Any) -> list[dict[str, float]]:
+    common: dict[str, Any] = SHALLOW | {"batch_size": 4, "max_steps_per_epoch": 2, "epochs": 1}
+    cfg = tiny_config("full", tiny_dir, output_dir, **common | {"tokenizer__max_seq_len": 64} | overrides)
+    return finished(without_saving(adaptive_recipe("full")), cfg)[0]
 
 
-def test_every_cut_trains_the_same_also_where_the_first_token_of_a_row_is_not_masked(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    """Nothing predicts that token. If it counted, a row would weigh more the shorter its micro-batch's rows are."""
-    at_once, *others = ways = ["at once", "in quarters", "tokens"]
-    runs = run_on_ranks(_train_on_every_token, 2, shallow_assets(tiny_dir), tmp_path, ways)[0]
-    for way in others:
-        assert _farthest(runs[at_once]["gradient"], runs[way]["gradient"]) < 1e-5, way
-        assert runs[way]["losses"] == pytest.approx(runs[at_once]["losses"], rel=1e-5)
-
-
-def _train_anywhere(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """Steps of 31 samples, which 3 ranks do not divide, cut by rows and by tokens; and measured gradients."""
-
-    def steps_of(**overrides: Any) -> list[dict[str, float]]:
-        common: dict[str, Any] = SHALLOW | {
-            "batch_size": 4,
-            "max_steps_per_epoch": 3,
-            "epochs": 1,
-            "tokenizer__max_seq_len": 64,
-        }
-        cfg = tiny_config("full", tiny_dir, output_dir, **common | overrides)
-        return finished(without_saving(adaptive_recipe("full")), cfg)[0]
-
-    measuring: dict[str, Any] = {"batch_increase_function": {"_component_": "tests.support.growth_functions.Recording"}}
-    limit = QUICK | {"memory_limit": "256MiB", "max_batch_size": 4}
-    measured = {}
-    for name, settings in (("rows", limit), ("tokens", limit | {"max_tokens_per_micro_batch": 100})):
-        norms = [step["grad_norm"] for step in steps_of(adaptive=settings, **measuring)]
-        measured[name] = norms, Recording.last.seen
+def _train_anywhere(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, list[float]]:
+    """The losses of steps of 31 samples, which 3 ranks do not divide, cut by rows and by tokens."""
     uneven = QUICK | {"global_batch_size": 31}
-    first_half = steps_of(batch_size=2, max_steps_per_epoch=1, adaptive=QUICK | {"memory_limit": None})
+    cuts = {"rows": uneven, "tokens": uneven | {"max_tokens_per_micro_batch": 300}}
     return {
-        "rows": [step["loss"] for step in steps_of(adaptive=uneven)],
-        "tokens": [step["loss"] for step in steps_of(adaptive=uneven | {"max_tokens_per_micro_batch": 300})],
-        "measured": measured,
-        "first half": [step["grad_norm"] for step in first_half],
+        cut: [step["loss"] for step in _steps_of(tiny_dir, output_dir, adaptive=adaptive)]
+        for cut, adaptive in cuts.items()
     }
 
 
-@pytest.fixture(scope="module")
-def anywhere(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """The results of rank 0, by the number of ranks."""
-    output_dir = tmp_path_factory.mktemp("anywhere")
-    return {ranks: run_on_ranks(_train_anywhere, ranks, shallow_assets(tiny_dir), output_dir)[0] for ranks in (1, 3)}
+def test_a_global_batch_is_the_same_on_one_rank_and_on_three(tiny_dir: Path, tmp_path: Path) -> None:
+    one, three = (run_on_ranks(_train_anywhere, ranks, shallow_assets(tiny_dir), tmp_path)[0] for ranks in (1, 3))
+    for cut, losses in one.items():
+        assert len(losses) == 2
+        assert three[cut] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("cut", ["rows", "tokens"])
-def test_a_global_batch_is_the_same_on_one_rank_and_on_three(cut: str, anywhere: dict[int, dict[str, Any]]) -> None:
-    assert len(anywhere[1][cut]) == 3
-    assert anywhere[3][cut] == pytest.approx(anywhere[1][cut], rel=1e-5)
+def _measured(rank: int, tiny_dir: Path, output_dir: Path) -> tuple[list[float], list[GradientNorms], list[float]]:
+    """Norms that rank 0 logs, those that are measured, and that of a step of the first half of the samples."""
+    adaptive = QUICK | {"memory_limit": "256MiB", "max_batch_size": 4}
+    growth = {"_component_": "tests.support.growth_functions.Recording"}
+    steps = _steps_of(tiny_dir, output_dir, adaptive=adaptive, batch_increase_function=growth)
+    half = _steps_of(tiny_dir, output_dir, adaptive=QUICK, batch_size=2, max_steps_per_epoch=1)
+    return [step["grad_norm"] for step in steps], Recording.last.seen, [step["grad_norm"] for step in half]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("cut", ["rows", "tokens"])
-def test_measured_norms_are_those_of_the_step_and_of_its_first_half(
-    cut: str, ranks: int, anywhere: dict[int, dict[str, Any]]
-) -> None:
-    """The first half of the first step's samples is the first step of a run with half the batch."""
-    norms, seen = anywhere[ranks]["measured"][cut]
+def test_measured_norms_are_those_of_the_step_and_of_its_first_half(tiny_dir: Path, tmp_path: Path) -> None:
+    norms, seen, [norm_of_half] = run_on_ranks(_measured, 2, shallow_assets(tiny_dir), tmp_path)[0]
     assert [one.norm_squared**0.5 for one in seen] == pytest.approx(norms, rel=1e-5)
-    assert [(one.small_samples, one.samples) for one in seen] == [(2 * ranks, 4 * ranks)] * 3
-    assert seen[0].small_norm_squared ** 0.5 == pytest.approx(anywhere[ranks]["first half"][0], rel=1e-5)
+    assert [(one.small_samples, one.samples) for one in seen] == [(4, 8)] * 2
+    assert seen[0].small_norm_squared ** 0.5 == pytest.approx(norm_of_half, rel=1e-5)
     assert seen[0].small_norm_squared != pytest.approx(seen[0].norm_squared, rel=1e-2)

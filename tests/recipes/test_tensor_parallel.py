@@ -39,7 +39,7 @@ def _use_one_mesh() -> None:
 def _parity_and_search(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     _use_one_mesh()
     trials = Trials("full", tiny_dir, output_dir, **TWO)
-    return {"parity": trials.parity(2), "search": trials.search(STRATEGIES[::2])}
+    return {"parity": trials.parity(2), "search": trials.search(STRATEGIES[2:])}
 
 
 def _recovery_and_resume(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def test_training_equals_the_stock_recipe(ranks: int, outcomes: Any) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_search_finds_what_fits_and_restores_all_state(ranks: int, outcomes: Any) -> None:
     """Also where probes fail between a collective of the model and the use of its result."""
-    check_search([rank["search"] for rank in outcomes(_parity_and_search, ranks)], strategies=STRATEGIES[::2])
+    check_search([rank["search"] for rank in outcomes(_parity_and_search, ranks)], strategies=STRATEGIES[2:])
 
 
 @pytest.mark.exhaustive
@@ -137,16 +137,10 @@ def test_tune_run_ends_well_with_faults(ranks: int, tiny_dir: Path, tmp_path: Pa
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "`tensor_parallel_plan` must name modules of the model, but has 'layers.*.mlp.w9', which matches none.": {
+    "`tensor_parallel_plan` has 'layers.*.mlp.w9', which no module of the model matches.": {
         "tensor_parallel_plan": {"_component_": f"{__name__}.plan_of_another_model"}
     },
-    "Tensor Parallel plan needs to be provided when tensor parallel is enabled": {"tensor_parallel_plan": None},
     "world_size 2 must be divisible by tensor_parallel_dim 3": {"tensor_parallel_dim": 3},
-    "Number of attention heads (3) must be divisible by tensor parallel size (2)": {
-        "model__num_heads": 3,
-        "model__num_kv_heads": 3,
-        "model__embed_dim": 96,
-    },
 }
 
 

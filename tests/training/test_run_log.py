@@ -198,7 +198,7 @@ def test_a_summary_says_what_was_done_and_where_the_files_are(tmp_path: Path, ca
 
 def test_a_run_that_a_signal_ends_has_a_summary_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recipe = Recipe(tmp_path)
-    recipe.parts = replace(recipe.parts, stop_requested=lambda: True)
+    recipe.stop_requested = lambda: True
     trainer = recipe.trainer()
     with pytest.raises(RunEnded):
         trainer.train()

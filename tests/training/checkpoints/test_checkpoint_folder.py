@@ -241,14 +241,14 @@ def test_a_bit_that_changes_in_any_file_is_noticed_by_the_files_name(folder: Che
 def test_a_bit_that_changes_in_the_state_is_refused_or_changes_nothing(folder: CheckpointFolder) -> None:
     path = save(folder, "step_1")
     checkpoint, content = read_checkpoint(path), (path / STATE_NAME).read_bytes()
-    refused = 0
-    for place in range(len(content)):
+    places, refused = range(0, len(content), 5), 0
+    for place in places:
         (path / STATE_NAME).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         try:
             assert read_checkpoint(path) == checkpoint  # as where a space becomes another
         except InputError:
             refused += 1
-    assert refused > len(content) / 2
+    assert refused > len(places) / 2
 
 
 def test_files_whose_digests_are_known_are_not_read_again(folder: CheckpointFolder) -> None:

@@ -2,38 +2,38 @@
 
 import errno
 import gc
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import filelock
 import pytest
 
+from tests.support.ranks import IMPORTED_ONCE
 from tests.support.toys import STATE
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training.checkpoints import folder as folder_module
 from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder
 from torchtune_adaptive.training.folder_lock import LOCK_NAME, FolderLock, FolderReplacedError
 
-# Locks the folder, starts two processes that outlive it and have its files open too, and prints their process ids.
-OWNER = """
-import os, subprocess, sys, time
-from torchtune_adaptive.training.checkpoints import folder as folder_module
-from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder
-folder = CheckpointFolder(sys.argv[1])
-folder.lock()
-started = subprocess.Popen(["sleep", "600"], close_fds=False, stdout=subprocess.DEVNULL)
-forked = os.fork()
-if not forked:
-    time.sleep(600)
-print(started.pid, forked, flush=True)
-sys.stdin.read()
-"""
+
+def own(folder: Path, connection: Connection) -> None:
+    """Locks the folder, starts two processes that outlive this one and have its files open too, and sends their ids."""
+    checkpoints = locked(folder)
+    started = subprocess.Popen(["sleep", "600"], close_fds=False, stdout=subprocess.DEVNULL)
+    forked = os.fork()
+    if not forked:
+        os.execlp("sleep", "sleep", "600")
+    connection.send((started.pid, forked))
+    connection.recv()
+    del checkpoints
 
 
 def locked(folder: Path) -> CheckpointFolder:
@@ -50,22 +50,22 @@ def ask_stranger(folder: Path) -> str:
 
 
 @pytest.fixture
-def owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def owner(tmp_path: Path) -> Iterator[Any]:
     """A process that holds the lock, and has children that outlive it."""
-    command = [sys.executable, "-c", OWNER, str(tmp_path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        children = map(int, process.stdout.readline().split())
-        yield process
-        process.kill()
-        for child in children:
-            os.kill(child, signal.SIGKILL)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_ONCE)
+    here, there = context.Pipe()
+    process = context.Process(target=own, args=(tmp_path, there), daemon=True)
+    process.start()
+    children = here.recv()
+    yield process
+    process.kill()
+    process.join()
+    for child in children:
+        os.kill(child, signal.SIGKILL)
 
 
-def test_a_second_process_is_refused_by_the_owners_name_until_the_owner_is_killed(
-    tmp_path: Path, owner: subprocess.Popen[str]
-) -> None:
+def test_a_second_process_is_refused_by_the_owners_name_until_the_owner_is_killed(tmp_path: Path, owner: Any) -> None:
     for _ in range(2):  # a refusal leaves the lock as it is
         with pytest.raises(InputError) as refused:
             locked(tmp_path)
@@ -73,10 +73,10 @@ def test_a_second_process_is_refused_by_the_owners_name_until_the_owner_is_kille
             f"`output_dir` is in use: process {owner.pid} on {socket.gethostname()} writes to {str(tmp_path)!r}."
         )
     (tmp_path / LOCK_NAME).write_text("")
-    with pytest.raises(InputError, match="but another process writes to"):
+    with pytest.raises(InputError, match="in use: another process writes to"):
         locked(tmp_path)
     owner.kill()
-    owner.wait()
+    owner.join()
     folder = locked(tmp_path)
     assert (tmp_path / LOCK_NAME).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
     del folder

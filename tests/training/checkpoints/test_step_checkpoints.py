@@ -251,7 +251,7 @@ def test_a_checkpoint_that_cannot_be_written_is_logged_and_earlier_ones_are_kept
     owner: Any, name: str, in_background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number, disk in enumerate(full_in_each_call(owner, name)):
-        run = Run(tmp_path / str(number), every_steps=1, in_background=in_background)
+        run = Run(tmp_path / str(number), optimizer=torch.optim.SGD, every_steps=1, in_background=in_background)
         run.train(1)
         run.save(1)
         run.steps.wait()
@@ -270,7 +270,7 @@ def test_a_checkpoint_that_cannot_be_written_is_logged_and_earlier_ones_are_kept
             ]
         assert run.names()[0] == "step_1"
         assert len(run.names()) == 2 or disk.has_struck
-        resumed = Run(run.folder.path)
+        resumed = Run(run.folder.path, optimizer=torch.optim.SGD)
         resumed.load()
         assert run.save(3)
         run.steps.wait()
