@@ -28,7 +28,6 @@ from torchtune_adaptive.stock.configs import load_config
 SEQ_LEN = 64
 SHALLOW, LAYERS = "model.num_layers=1", "model.num_layers=3"  # as few layers as a test needs
 CUDA = ("device=cuda", "dtype=bf16", SHALLOW)
-PAIRS = "llama3_1/8B_lora_dpo_single_device"
 
 
 def _cfg(kind: str, *overrides: str) -> DictConfig:
@@ -47,7 +46,6 @@ def _model(component: str, **arguments: int) -> list[str]:
 
 REFUSED = {
     "`model` must be a TransformerDecoder": _model("of_images"),
-    "The recipe cannot be set up": ["optimizer_in_bwd=True"],  # while gradients are clipped
     "`optimizer` of bitsandbytes must be one of Adam, ": ["optimizer=bitsandbytes.optim.Unknown8bit"],
     "A train step of the config cannot be traced: raised TypeError: LBFGS.step() missing 1": [
         "~optimizer.fused",
@@ -96,7 +94,6 @@ def _kinds() -> dict[str, Any]:
     seen: dict[str, Any] = {}
     sharded = trace_config(_cfg("full", LAYERS), world_size=4, seq_lens=[SEQ_LEN])
     seen["parameters"], seen["sharded"] = sharded.num_parameters, sharded.peaks[0].moment(2, "clip").at(2)
-    seen["alone"] = _peaks(_cfg("full", LAYERS)).moment(2, "clip").at(2)
     seen["gathered"] = sharded.peaks[0].moment(2, "forward").at(2)["gathered parameters"]
     on_host = trace_config(_cfg("full", *CUDA, "fsdp_cpu_offload=True"), world_size=4, seq_lens=[SEQ_LEN])
     seen["offloaded"] = {phase: on_host.peaks[0].moment(2, phase).at(2) for phase in ("backward", "optimizer")}
@@ -107,32 +104,19 @@ def _kinds() -> dict[str, Any]:
     paged = _cfg("full", *CUDA, "~optimizer.fused", "optimizer=bitsandbytes.optim.PagedAdamW8bit")
     step = trace_config(paged, world_size=1, seq_lens=[SEQ_LEN])
     seen["paged"] = step.paged_bytes, step.peaks[0].moment(2, "clip").at(2)["optimizer state"]
-    deep = [*CUDA, "model.num_layers=4"]
-    checkpointed = [*deep, "enable_activation_checkpointing=True"]
-    steps = [
-        trace_config(_cfg("full", *overrides), world_size=1, seq_lens=[SEQ_LEN])
-        for overrides in (deep, checkpointed, [*checkpointed, "enable_activation_offloading=True"])
-    ]
-    seen["activations"] = [step.peaks[0].moment(8, "forward").at(8)["activations"] for step in steps]
-    seen["activations on the host"] = steps[-1].host.activations
+    offloading = ["model.num_layers=4", "enable_activation_checkpointing=True", "enable_activation_offloading=True"]
+    step = trace_config(_cfg("full", *CUDA, *offloading), world_size=1, seq_lens=[SEQ_LEN])
+    seen["activations on the host"] = step.host.activations
     adapters = [*CUDA, "model.num_layers=2", "model.lora_attn_modules=[q_proj]", "model.apply_lora_to_mlp=False"]
     steps = [_peaks(_cfg("lora", *adapters, f"model.lora_dropout={dropout}")) for dropout in (0.0, 0.1)]
     seen["dropout"] = [step.moment(8, "forward").total.slope_bytes / SEQ_LEN for step in steps]
     plain = [*CUDA, "~optimizer.fused"]
-    steps = [
-        _peaks(_cfg("full", *plain, *more)).phases(2)
-        for more in ([], ["optimizer.foreach=True"], ["optimizer.foreach=False"])
-    ]
+    steps = [_peaks(_cfg("full", *plain, *more)).phases(2) for more in ([], ["optimizer.foreach=False"])]
     seen["lists of tensors"] = [step["optimizer"] for step in steps]
     seen["dropout in attention"] = [
         _peaks(_cfg("full", *CUDA, f"model.attn_dropout={dropout}"), seq_len=256).phases(8)["forward"]
         for dropout in (0.0, 0.1)
     ]
-    seen["compiled pairs"] = []
-    for compiles in (False, True):
-        of_pairs = load_config(PAIRS, ["enable_activation_checkpointing=False", f"compile={compiles}"])
-        with layers_limited_to(1, of_pairs.model._component_):
-            seen["compiled pairs"].append(_peaks(of_pairs).phases(8)["forward"])
     lengths = _cfg("full", SHALLOW, "dataset.packed=True")  # a dense mask
     between = trace_config(lengths, world_size=2, seq_lens=[32, 80, 128]).peaks[1]
     seen["interpolated"], seen["traced"] = between.phases(5), _peaks(lengths, world_size=2, seq_len=80).phases(5)
@@ -178,10 +162,9 @@ def kinds() -> dict[str, Any]:
     return run_alone(_kinds)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("alone", 1), ("sharded", 4)])
-def test_parameters_gradients_and_state_are_those_of_a_rank(kinds: dict[str, Any], name: str, ranks: int) -> None:
-    of_rank = 4 * kinds["parameters"] / ranks
-    found = kinds[name]
+def test_parameters_gradients_and_state_are_those_of_a_rank(kinds: dict[str, Any]) -> None:
+    of_rank = 4 * kinds["parameters"] / 4
+    found = kinds["sharded"]
     assert found["gradients"] == of_rank
     assert of_rank <= found["parameters"] <= 1.3 * of_rank + 2**20  # the buffers beside them are whole on each rank
     assert 2 * of_rank <= found["optimizer state"] <= 2 * of_rank + 4 * 100  # a count of steps for each parameter
@@ -221,29 +204,19 @@ def test_paged_state_is_counted_apart_from_state_on_the_device(kinds: dict[str, 
     assert 0 < held_bytes < paged_bytes < 2 * kinds["parameters"]
 
 
-def test_checkpointing_keeps_less_activations_and_offloading_still_less(kinds: dict[str, Any]) -> None:
-    without, checkpointed, offloaded = kinds["activations"]
-    assert offloaded < checkpointed < without
-
-
 def test_dropout_keeps_a_mask_of_bytes_as_on_cuda(kinds: dict[str, Any]) -> None:
     without, with_dropout = kinds["dropout"]
     assert with_dropout == without + 128  # in the second layer: the input of the first needs no gradient
 
 
 def test_an_optimizer_steps_over_lists_of_tensors_as_on_cuda(kinds: dict[str, Any]) -> None:
-    by_default, over_lists, over_tensors = kinds["lists of tensors"]
-    assert by_default == over_lists > over_tensors
+    by_default, over_tensors = kinds["lists of tensors"]
+    assert by_default > over_tensors
 
 
 def test_dropout_in_attention_keeps_no_matrix_of_all_pairs_of_tokens(kinds: dict[str, Any]) -> None:
     without, with_dropout = kinds["dropout in attention"]
     assert with_dropout == without
-
-
-def test_lora_dpo_on_one_device_is_compiled(kinds: dict[str, Any]) -> None:
-    eager, compiled = kinds["compiled pairs"]
-    assert compiled < eager
 
 
 def test_lengths_between_the_shortest_and_the_longest_are_interpolated_even_with_a_dense_mask(
