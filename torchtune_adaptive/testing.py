@@ -179,7 +179,7 @@ def faults_in(recipe_class: Any, faults: Mapping[tuple[int, int], Fault]) -> Ite
     """Context: training with ``recipe_class`` has these faults. Key (20, 1) is the second micro-step of step 20.
 
     Steps and micro-steps are counted from 0. If a step runs again, its micro-steps continue the count, on every rank.
-    Searches and trial_batches have no faults.
+    Searches and dry runs have no faults.
     """
     train = recipe_class.train
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import sentencepiece
 import torch
-from torchtune.models.llama2 import llama2
 from tqdm import tqdm
 
 from torchtune_adaptive.files import write_atomically, writing
+from torchtune_adaptive.launch import filter_messages
 
 DEFAULT_OUTPUT_DIR = "/tmp/torchtune_adaptive_tiny"  # the `tiny_dir` of configs/tiny/*.yaml
 DATA_NAME, PAIRS_NAME, STAMP_NAME = "docstrings.json", "preferences.json", "tiny.json"
@@ -143,6 +143,9 @@ def _tokenizer() -> bytes:
 
 def _write_model(directory: Path) -> None:
     """Write a torchtune state dict of random weights, without a change of the caller's random generator."""
+    filter_messages()
+    from torchtune.models.llama2 import llama2  # prints messages
+
     with torch.random.fork_rng(devices=[]):  # GPU generators are not used here
         torch.default_generator.manual_seed(0)
         model = llama2(**MODEL_GEOMETRY)

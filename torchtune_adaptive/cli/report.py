@@ -33,10 +33,11 @@ def _report(arguments: argparse.Namespace) -> None:
     except ImportError:
         print(f"\nWithout matplotlib there are no pictures: {INSTALL} adds it.")
         return
+    print()
     folder = arguments.to or arguments.output_dir
     for picture in pictures(run):
         path = folder / f"{picture.name}.svg"
         with writing("--to", path):
             check_writable(path)  # before seconds are spent on drawing
             write_atomically(path, picture.svg())
-        print(f"\nWritten to {path}")
+        print(f"Written to {path}")
