@@ -151,6 +151,7 @@ def test_what_if_compares_changes_at_the_requested_or_the_used_batch_of_the_long
 STEP_OPTIONS = (*FULL, "--memory", "80GiB", "--seq-len", "1024,2048,512", *CUDA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "batch_size"), [([], 4), (["--batch-size", "7"], 7), (["--batch-size", "3,7"], 4)])
 def test_a_plot_is_of_the_longest_rows_and_the_requested_or_the_planned_batch(
     asked: list[str], batch_size: int, program: Program, tracing: FakeTracing, tmp_path: Path
@@ -413,6 +414,7 @@ def test_a_hugging_face_model_is_planned_from_its_config(program: Program, tmp_p
     assert [size["batch_size"] for size in content["lengths"][0]["asked"]] == [1, 8]
 
 
+@pytest.mark.slow
 def test_rows_of_a_hugging_face_model_are_by_default_not_longer_than_it_is_made_for(
     program: Program, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", [one for one in PRESENT if blocks(one, "python")], ids=name_of)
 def test_the_python_of_a_document_runs(document: Path, process_group: None) -> None:
     names = document_names()

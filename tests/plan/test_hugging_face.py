@@ -121,6 +121,7 @@ GPT = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64,
 GPT |= {"vocab_size": 1000, "n_positions": 128}
 
 
+@pytest.mark.slow
 def test_rows_longer_than_a_table_of_positions_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPT))
     run = HuggingFaceRun(path=str(tmp_path), seq_len=129)
@@ -145,6 +146,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_rotary_positions_take_rows_of_any_length(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 64}))
     assert planned(str(tmp_path)).fits  # rows of 128 tokens

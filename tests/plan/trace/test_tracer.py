@@ -77,6 +77,7 @@ def test_the_environment_of_a_launcher_does_not_matter(monkeypatch: pytest.Monke
     assert run_alone(_steps_of, (_full(), 2)) == usual
 
 
+@pytest.mark.slow
 def test_progress_is_shown_on_standard_error_and_nothing_else_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     Tracer(shows_progress=True).step(_full(), world_size=1, seq_lens=[SEQ_LEN])
     printed = capfd.readouterr()
@@ -105,6 +106,7 @@ def _state() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_nothing_stays_behind() -> None:
     cfg = _full("device=cuda", "enable_activation_checkpointing=True", "enable_activation_offloading=True")
     Tracer().step(cfg, world_size=1, seq_lens=[8])  # imports
