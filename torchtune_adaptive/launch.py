@@ -4,17 +4,15 @@ import atexit
 import contextlib
 import fcntl
 import json
-import logging
 import os
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, quote, reason_of, require_working_directory
-from torchtune_adaptive.output import tolerate_lost_output
+from torchtune_adaptive.output import filter_messages, tolerate_lost_output
 from torchtune_adaptive.stock.installed import require_torchtune
 
 if TYPE_CHECKING:
@@ -41,16 +39,6 @@ def check_first() -> None:
         check_run(sys.argv[1:], ranks=_ranks())
     except InputError as error:
         _refuse(error)
-
-
-def filter_messages() -> None:
-    """Filter messages of other libraries in this process that a user can do nothing about."""
-    # torchao below 0.16, the last that torchtune 0.6.1 can import, has C++ extensions for older versions of torch only.
-    # The recipes use none of them.
-    skipped = "Skipping import of cpp extensions due to incompatible torch version"
-    logging.getLogger("torchao").addFilter(lambda record: not record.getMessage().startswith(skipped))
-    # torchdata's data loader calls it on every pass. It does nothing.
-    warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning, r"torchdata\.")
 
 
 def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:

@@ -1,10 +1,12 @@
-"""Standard output and error that never end a run: what cannot be written is dropped."""
+"""Standard output and error that never end a run, without messages that a user can do nothing about."""
 
 import contextlib
 import io
+import logging
 import os
 import select
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -94,3 +96,13 @@ def _file_of(stream: Any, number: int) -> io.FileIO | None:
     buffer = getattr(stream, "buffer", None)
     file = getattr(buffer, "raw", buffer)  # unbuffered output has no buffer
     return file if isinstance(file, io.FileIO) and file.fileno() == number else None
+
+
+def filter_messages() -> None:
+    """Filter messages of other libraries in this process that a user can do nothing about."""
+    # torchao below 0.16, the last that torchtune 0.6.1 can import, has C++ extensions for older versions of torch only.
+    # The recipes use none of them.
+    skipped = "Skipping import of cpp extensions due to incompatible torch version"
+    logging.getLogger("torchao").addFilter(lambda record: not record.getMessage().startswith(skipped))
+    # torchdata's data loader calls it on every pass. It does nothing.
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning, r"torchdata\.")

@@ -69,8 +69,12 @@ class AdaptiveSettings:
         "f(epoch, batch_size) -> increment: a dotted path, or a _component_ with arguments",
     ] = None
     strategy: Annotated[Strategy, f"how to search: {_one_of(STRATEGIES)}"] = SearchOptions.strategy
-    power_of_two: Annotated[bool, "round the size found down to a power of two"] = True
-    max_batch_size: Annotated[int | None, "the largest size to try; null: as many samples as a step can have"] = None
+    power_of_two: Annotated[
+        bool, "round the size found down to a power of two, unless a step has no more samples; PPO rounds to a divisor"
+    ] = True
+    max_batch_size: Annotated[
+        int | None, "the most rows of the longest length to try; null: as many samples as a rank can have"
+    ] = None
     memory_limit_bytes: Annotated[
         int | None, "per rank, as in 80GiB, or bytes; null: what the device has (a search on a CPU needs one)"
     ] = None

@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from torchtune_adaptive.files import write_atomically, writing
-from torchtune_adaptive.launch import filter_messages
+from torchtune_adaptive.output import filter_messages
 
 DEFAULT_OUTPUT_DIR = "/tmp/torchtune_adaptive_tiny"  # the `tiny_dir` of configs/tiny/*.yaml
 DATA_NAME, PAIRS_NAME, STAMP_NAME = "docstrings.json", "preferences.json", "tiny.json"

@@ -16,7 +16,7 @@ WANTED = {
     "requeued": (REQUEUED, "step_6"),
     "requeued_on_two_nodes": (REQUEUED, "step_6"),
     "signal_before_the_limit": (REQUEUED, "step_6"),
-    "time_limit": ("TIMEOUT, then COMPLETED, 0:0", "step_4"),
+    "step_too_long": (REQUEUED, "step_4"),
     "node_down": (REQUEUED, "step_4"),
     "cancelled": ("CANCELLED, then COMPLETED, 0:0", "step_6"),
     "out_of_memory": ("COMPLETED, 0:0", "the beginning"),

@@ -88,7 +88,7 @@ def section(run: Run, title: str) -> list[str]:
 def test_the_story_tells_search_sizes_shortages_training_and_checkpoints(tmp_path: Path) -> None:
     run = run_of(tmp_path, *LINES)
     assert section(run, "Search") == [
-        "binary_search: the largest batch size that fits is 5; 4 is used. Probes had rows of 1,024 tokens.",
+        "binary_search: the largest batch size that fits is 5, rounded down to 4. Probes had rows of 1,024 tokens.",
         "2.0 GiB per rank, of which 5% is kept free; 1 rank.",
         "2 probes in 2.0 s, 1 out of memory. Figures are those of rank 0.",
     ]
@@ -243,7 +243,7 @@ def test_the_picture_of_a_search_names_its_phases_limits_and_failures(drawn: Pat
     assert texts((drawn / "report_search.svg").read_text()) >= {
         *("before forward", "forward", "clip", "peak, fits", "did not fit", "forecast of the peak"),
         *("limit (2.0 GiB)", "usable (1.9 GiB)", "peak memory on rank 0 [GiB]"),
-        *("batch size of the probe, rows of 1,024 tokens", "binary_search: 5 fits, 4 is used"),
+        *("batch size of the probe, rows of 1,024 tokens", "binary_search: 5 fits, rounded down to 4"),
     }
 
 

@@ -16,7 +16,8 @@ from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
 
 from tests.support.recipe_runs import SHALLOW, adaptive_recipe, shallow_assets, tiny_config
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.launch import check_first, filter_messages
+from torchtune_adaptive.launch import check_first
+from torchtune_adaptive.output import filter_messages
 from torchtune_adaptive.schedule import geometric, gradient_noise_scale
 from torchtune_adaptive.settings import BLOCK_KEYS, AdaptiveSettings
 from torchtune_adaptive.stock.checks import (

@@ -85,12 +85,15 @@ class Scenarios:
         job.wait_for_restart()
         return self._at_the_end(job, "two nodes, 120 s before the time limit", "#SBATCH --signal=B:TERM@120")
 
-    def time_limit(self) -> Outcome:
-        """Slurm kills a run that has not ended in time; a new job continues from its last checkpoint."""
-        job = self._held([*ONE_NODE, "--signal=B:CONT@0"])
-        job.update("timelimit=1")
-        job.wait_for("TIMEOUT")
-        return self._continued(job, "one node, time limit reached in a long step, no signal before", "sbatch again")
+    def step_too_long(self) -> Outcome:
+        """torchrun kills ranks that do not save in time; the job goes back into the queue."""
+        with mock.patch.dict("os.environ", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5"):  # in place of 100
+            job = self._held(ONE_NODE)
+        job.update("timelimit=2")
+        job.wait_for_restart()
+        job.update("timelimit=UNLIMITED")
+        job.release(HOLD)
+        return self._at_the_end(job, "one node, time limit near in too long a step", "#SBATCH --signal=B:TERM@120")
 
     def node_down(self) -> Outcome:
         """Slurm puts the job back into the queue until both nodes are there again."""
@@ -161,7 +164,7 @@ SCENARIOS = [
     Scenarios.requeued,
     Scenarios.requeued_on_two_nodes,
     Scenarios.signal_before_the_limit,
-    Scenarios.time_limit,
+    Scenarios.step_too_long,
     Scenarios.node_down,
     Scenarios.cancelled,
     Scenarios.out_of_memory,

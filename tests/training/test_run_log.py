@@ -187,7 +187,7 @@ def test_a_summary_says_what_was_done_and_where_the_files_are(tmp_path: Path, ca
     assert peak.endswith(" of 1.0 MiB on rank 0")
     assert found == {
         "batch_size": "3, 3 samples per optimizer step",
-        "micro-batch": "at most 3 rows per rank (found 3, used 3, by linear_extrapolation)",
+        "micro-batch": "at most 3 rows per rank (found 3, by linear_extrapolation)",
         "out of memory": "never",
         "last checkpoint": "none",
         "metrics": "/logs",

@@ -14,8 +14,7 @@ from torchtune_adaptive.cli.plan import add_plan
 from torchtune_adaptive.cli.report import add_report
 from torchtune_adaptive.cli.search import add_search, run_search
 from torchtune_adaptive.errors import InputError, require_working_directory
-from torchtune_adaptive.launch import filter_messages
-from torchtune_adaptive.output import escape_unknown_characters
+from torchtune_adaptive.output import escape_unknown_characters, filter_messages
 from torchtune_adaptive.settings import named_by_path
 
 _EPILOG = f"""`{PROGRAM} COMMAND --help` has examples of each. Recipes are run by `tune run`.

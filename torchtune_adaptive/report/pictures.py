@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torchtune_adaptive.engine.search.strategies import Probe
+from torchtune_adaptive.engine.search.tables import rounding_text
 from torchtune_adaptive.report.read import OUT_OF_MEMORY, THRASHING, Run, Search
 from torchtune_adaptive.report.style import BLUE, GREEN, GREY, INK, ORANGE, PINK, RED, SOFT, svg_of
 from torchtune_adaptive.text import byte_unit, format_bytes
@@ -106,7 +107,7 @@ def _search_figure(search: Search) -> "Figure":
     else:
         axes.set_xlim(left=0, right=1.08 * max(largest, result.exact_batch_size + 1))
         axes.xaxis.set_major_locator(_integer_ticks())
-    axes.set_title(f"{result.strategy}: {result.exact_batch_size} fits, {result.batch_size} is used")
+    axes.set_title(f"{result.strategy}: {result.exact_batch_size} fits{rounding_text(result)}")
     figure.legend(loc="outside upper left", ncols=4)
     return figure
 

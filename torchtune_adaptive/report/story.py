@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.engine.search.tables import failures_text, probe_table
+from torchtune_adaptive.engine.search.tables import failures_text, probe_table, rounding_text
 from torchtune_adaptive.report.read import OUT_OF_MEMORY, THRASHING, Run, Search
 from torchtune_adaptive.text import count_text, format_bytes, ranks_text
 from torchtune_adaptive.training.run_log import SEARCH_ONLY, SIZES
@@ -54,8 +54,8 @@ def _search(search: Search) -> Section:
     rows = "" if search.seq_len is None else f" Probes had rows of {search.seq_len:,} tokens."
     all_tried = ", which is all that may be tried" if result.exact_batch_size == result.bound else ""
     lines = [
-        f"{result.strategy}: the largest batch size that fits is {result.exact_batch_size}{all_tried};"
-        f" {result.batch_size} is used.{rows}",
+        f"{result.strategy}: the largest batch size that fits is {result.exact_batch_size}{all_tried}"
+        f"{rounding_text(result)}.{rows}",
         f"{format_bytes(result.memory_limit_bytes)} per rank, of which {result.margin:.0%} is kept free;"
         f" {count_text(result.world_size, 'rank')}.",
         f"{count_text(len(result.probes), 'probe')} in {sum(probe.seconds for probe in result.probes):.1f} s,"

@@ -13,6 +13,7 @@ from torchtune_adaptive.engine.memory.resident import anonymous_bytes
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.search.strategies import SearchResult
+from torchtune_adaptive.engine.search.tables import rounding_text
 from torchtune_adaptive.text import count_text, format_bytes
 from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.loader import StepLoader
@@ -188,7 +189,7 @@ class StepLog:
         sizes = [entry["batch_size"] for entry in self.run_log.history] + [loader.batch_size]
         micro_batch = f"at most {self.micro_batches.limit} per rank"
         if found is not None:
-            micro_batch += f" (found {found.exact_batch_size}, used {found.batch_size}, by {found.strategy})"
+            micro_batch += f" (found {found.exact_batch_size}{rounding_text(found)}, by {found.strategy})"
         return {
             loader.key: f"{arrows(sizes)}, {loader.samples_per_step} samples per optimizer step",
             "micro-batch": micro_batch,

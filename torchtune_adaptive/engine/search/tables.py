@@ -48,11 +48,16 @@ def summary(result: SearchResult, seq_len: int) -> str:
     """The sizes found and the conditions of the search, in one line."""
     bounded = ", the largest size allowed" if result.exact_batch_size == result.bound else ""
     return (
-        f"{result.strategy}: largest batch_size that fits {result.exact_batch_size}{bounded}, used {result.batch_size}"
+        f"{result.strategy}: largest batch_size that fits {result.exact_batch_size}{bounded}{rounding_text(result)}"
         f" (rows of {seq_len} tokens, limit {format_bytes(result.memory_limit_bytes)} per rank,"
         f" margin {result.margin:g}, {result.world_size} ranks, {len(result.probes)} probes,"
         f" {failures_text(result.probes)})"
     )
+
+
+def rounding_text(result: SearchResult) -> str:
+    """ ", rounded down to 4"; nothing if the largest size that fits is not rounded."""
+    return "" if result.batch_size == result.exact_batch_size else f", rounded down to {result.batch_size}"
 
 
 def failures_text(probes: Sequence[Probe]) -> str:
