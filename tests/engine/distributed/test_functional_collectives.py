@@ -88,6 +88,7 @@ def _trials(rank: int) -> dict[str, Any]:
         "refused": refused,
         "vote": (outcome, after_vote),
         "unwaited": (before, unused, _unwaited()),
+        "masks": _masks(),
     }
 
 
@@ -133,7 +134,7 @@ def _looked_up(embedding: nn.Module, rows: list[int]) -> DTensor:
     return found
 
 
-def _masks(rank: int) -> tuple[str, bool]:
+def _masks() -> tuple[str, bool]:
     mesh = init_device_mesh("cpu", (2,))
     embedding = parallelize_module(nn.Embedding(4, 1), mesh, RowwiseParallel(input_layouts=Replicate()))
     _looked_up(embedding, [0, 1])  # an error prevents the sum, so that the mask stays
@@ -148,7 +149,7 @@ def _masks(rank: int) -> tuple[str, bool]:
     return conflict, torch.equal(found, weight.full_tensor()[[3, 2]])
 
 
-def test_after_an_error_another_batch_can_be_looked_up() -> None:
-    for conflict, is_right in run_on_ranks(_masks, 2):
+def test_after_an_error_another_batch_can_be_looked_up(on_ranks: Any) -> None:
+    for conflict, is_right in (rank["masks"] for rank in on_ranks):
         assert conflict == "MaskBuffer has been materialized with conflicting data"
         assert is_right

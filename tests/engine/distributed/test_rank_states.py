@@ -90,7 +90,7 @@ def test_loading_leaves_generators_alone_and_they_are_restored_once() -> None:
     states_of().restore()  # of a run that was not resumed
 
 
-def test_each_rank_gets_its_own_state() -> None:
+def test_each_rank_gets_its_own_state_and_an_additional_one_keeps_its_generators() -> None:
     seed_all(1)
     first = states_of().now(longest_row_tokens=10)[0]
     expected_first = draws()
@@ -105,17 +105,12 @@ def test_each_rank_gets_its_own_state() -> None:
         assert own["longest_row_tokens"] == length
         resumed.restore()
         assert draws() == expected
-
-
-def test_an_additional_rank_keeps_its_generators_and_has_no_saved_state() -> None:
-    seed_all(1)
-    saved = through_file(states_of().now())
-    seed_all(2)
+    additional = states_of(Rank(2, *saved))
+    assert additional.load(saved) is None
+    seed_all(3)
     expected = draws()
-    seed_all(2)
-    resumed = states_of(Rank(1, saved[0]))
-    assert resumed.load(saved) is None
-    resumed.restore()
+    seed_all(3)
+    additional.restore()
     assert draws() == expected
 
 

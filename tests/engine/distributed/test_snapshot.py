@@ -151,24 +151,6 @@ def test_all_state_is_restored_after_train_steps(trainee_class: type[Trainee], k
     assert all(parameter.grad is None for parameter in trainee.model.parameters())
 
 
-@pytest.mark.parametrize("warm_steps", [0, 2], ids=["fresh", "warm"])
-@pytest.mark.parametrize("trainee_class", [Trainee, OptimizerPerParameter])
-def test_training_continues_as_if_no_step_had_been_tried(
-    trainee_class: type[Trainee], kind: str, warm_steps: int
-) -> None:
-    untouched, tried = (trainee_class(kind, warm_steps=warm_steps) for _ in range(2))
-    losses: list[list[float]] = []
-    for trainee in (untouched, tried):
-        seed_all(1)
-        if trainee is tried:
-            with restore_on_exit(trainee.model, trainee.optimizers):
-                trainee.step()
-                trainee.step()
-        losses.append([trainee.step() for _ in range(10)])
-    assert losses[0] == losses[1]
-    assert same_bits(list(untouched.model.state_dict().values()), list(tried.model.state_dict().values()))
-
-
 def fail_in_forward(trainee: Trainee) -> None:
     trainee.model.register_forward_hook(lambda *_: out_of_memory())
     trainee.step()

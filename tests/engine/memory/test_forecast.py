@@ -13,12 +13,11 @@ from torchtune_adaptive.engine.memory.timeline import (
     Timeline,
     lines_between,
     operation_lines,
-    upper_envelope,
 )
 
-MOST_ROWS = 300
+MOST_ROWS = 150
 SIZES = range(MOST_ROWS + 1)
-properties = settings(max_examples=200)
+properties = settings(max_examples=100)
 
 # Few different values, so that equal slopes, equal intercepts and lines through one point do occur.
 any_lines = st.lists(
@@ -48,15 +47,11 @@ def highest(lines: list[Line], batch_size: float) -> float:
 
 
 @properties
-@given(any_lines)
-def test_the_envelope_is_the_highest_line_at_every_size(lines: list[Line]) -> None:
-    envelope = list(upper_envelope(lines))
-    assert [highest(envelope, size) for size in SIZES] == [highest(lines, size) for size in SIZES]
-
-
-@properties
 @given(any_lines, st.sampled_from([(2, 3), (2, 4), (1, 9)]))
-def test_two_timelines_give_the_peak_at_every_other_size(lines: list[Line], sizes: tuple[int, int]) -> None:
+def test_two_timelines_give_the_lines_of_operations_and_the_peak_at_every_other_size(
+    lines: list[Line], sizes: tuple[int, int]
+) -> None:
+    assert operation_lines(timeline(sizes[0], lines), timeline(sizes[1], lines)) == lines
     forecast = forecast_of(lines, sizes)
     assert [forecast.peak_bytes(size) for size in SIZES] == [highest(lines, size) for size in SIZES]
 
@@ -74,15 +69,6 @@ def test_the_largest_size_is_that_of_exhaustive_search(lines: list[Line], limit_
         assert all(line.slope_bytes == 0 for line in lines)
     else:
         assert min(found, MOST_ROWS) == max(fitting, default=0)
-
-
-@pytest.mark.parametrize(
-    "operations", [("mm", "sum"), ("mm", "add", "sum"), ("mm", "mul"), ()], ids=["fewer", "more", "other", "none"]
-)
-def test_steps_with_different_operations_give_no_forecast(operations: tuple[str, ...]) -> None:
-    small = Timeline(2, ("mm", "add"), (10, 20))
-    large = Timeline(3, operations, tuple(range(len(operations))))
-    assert Forecast.from_timelines(small, large) is None
 
 
 @st.composite
@@ -127,12 +113,13 @@ def test_a_step_that_loops_over_rows_has_the_forecast_peak_at_every_size(
 @pytest.mark.parametrize(
     "large",
     [
+        (),
         ("in", "row", "row", "row", "other"),
         ("in", "row", "row", "new", "out"),
         ("in", "row", "row", "in", "out"),
         ("in", "row", "out"),
     ],
-    ids=["other end", "other pass", "pass that was not before", "fewer passes"],
+    ids=["none", "other end", "other pass", "pass that was not before", "fewer passes"],
 )
 def test_a_step_that_differs_by_more_than_passes_of_loops_gives_no_forecast(large: tuple[str, ...]) -> None:
     small = Timeline(2, ("in", "row", "row", "out"), (0, 0, 0, 0))
@@ -250,13 +237,7 @@ def test_curves_of_a_loop_over_rows_follow_its_last_pass() -> None:
     assert forecast.peak_bytes(7) == 49
 
 
-# ---- lines and timelines of several kinds of bytes
-
-
-@properties
-@given(any_lines, st.sampled_from([(2, 3), (2, 4), (1, 9)]))
-def test_two_timelines_give_each_operation_its_own_line_in_order(lines: list[Line], sizes: tuple[int, int]) -> None:
-    assert operation_lines(timeline(sizes[0], lines), timeline(sizes[1], lines)) == lines
+# ---- rows of other lengths
 
 
 @properties

@@ -36,10 +36,10 @@ class Model(nn.Module):
         return inputs * 2
 
 
-def test_a_teachers_forward_after_the_students_enters_forward_again() -> None:
+def test_the_forward_of_each_model_in_a_list_enters_forward() -> None:
     meter = RecordingMeter()
     student, teacher = Model(), Model()
-    phases = Phases([student, teacher], meter)
+    phases = Phases([nn.ModuleList([student, teacher])], meter)
     student.phases = teacher.phases = phases
     student(torch.ones(1))
     assert (student.seen, phases.now) == (["forward"], "loss")
@@ -47,19 +47,6 @@ def test_a_teachers_forward_after_the_students_enters_forward_again() -> None:
     phases.enter("backward")
     assert (teacher.seen, phases.now) == (["forward"], "backward")
     assert meter.entered == ["forward", "loss", "forward", "loss", "backward"]
-
-
-def test_each_of_several_models_in_a_list_enters_forward() -> None:
-    student, teacher = Model(), Model()
-    phases = Phases([nn.ModuleList([student, teacher])], None)
-    student.phases = teacher.phases = phases
-    for model in (student, teacher):
-        model(torch.ones(1))
-        assert (model.seen, phases.now) == (["forward"], "loss")
-    phases.remove()
-    phases.enter("batch")
-    student(torch.ones(1))
-    assert phases.now == "batch"
 
 
 def test_a_train_step_with_several_models_has_the_phases_of_one() -> None:

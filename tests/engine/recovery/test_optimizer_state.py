@@ -83,16 +83,7 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return request.param
 
 
-@pytest.fixture(params=[Adam, AdamW])
-def kind(request: pytest.FixtureRequest) -> type[torch.optim.Optimizer]:
-    return request.param
-
-
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
-
-
+@pytest.mark.parametrize("kind", [Adam, AdamW])
 def test_all_trained_parameters_have_the_state_from_before_a_first_step(kind: Any, options: dict[str, Any]) -> None:
     trainee, stepped = Trainee(kind, **options), Trainee(kind, **options)
     allocate_state(trainee.optimizer)
@@ -104,10 +95,11 @@ def test_all_trained_parameters_have_the_state_from_before_a_first_step(kind: An
     assert all(value.count_nonzero() == 0 for values in state.values() for value in values.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_making_the_state_changes_nothing_else_and_later_steps_are_the_same(
-    kind: Any, options: dict[str, Any], dtype: torch.dtype
+    options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    untouched, prepared = Trainee(kind, dtype=dtype, **options), Trainee(kind, dtype=dtype, **options)
+    untouched, prepared = Trainee(dtype=dtype, **options), Trainee(dtype=dtype, **options)
     before = prepared.bits()
     assert allocate_state(prepared.optimizer)
     assert prepared.bits() == before
@@ -158,9 +150,9 @@ def test_what_a_user_does_before_and_after_each_step_is_not_done() -> None:
 
 
 def test_states_of_parameters_without_gradients_are_dropped_and_training_is_as_if_they_had_never_been(
-    kind: Any, options: dict[str, Any]
+    options: dict[str, Any],
 ) -> None:
-    untouched, prepared = Trainee(kind, **options), Trainee(kind, **options)
+    untouched, prepared = Trainee(**options), Trainee(**options)
     for trainee in (untouched, prepared):
         trainee.trained.pop(1)  # `train` gives it no gradients
     assert allocate_state(prepared.optimizer)
@@ -312,8 +304,8 @@ def test_an_optimizer_whose_parameters_were_replaced_is_told_to_come_later(
 
 
 def test_an_optimizer_of_another_model_is_told_to_bring_both() -> None:
-    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
-    both = AdamW([*model.parameters(), *other.parameters()])
+    model, other, frozen = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(1, 2).requires_grad_(False)
+    both = AdamW([*frozen.parameters(), *model.parameters(), *other.parameters()])
     assert why_refused(both, model).endswith("that `optimizer` trains: pass several models in an `nn.ModuleList`.")
     check_optimizers([both], nn.ModuleList([model, other]))
 

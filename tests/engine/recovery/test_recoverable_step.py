@@ -23,7 +23,7 @@ from tests.support.documents import REPOSITORY, blocks
 from tests.support.faults import WIDTH, same_bits, tensors_of, under
 from tests.support.layers import RunningMean
 from tests.support.ranks import run_alone, run_on_ranks
-from tests.support.recovery_trials import ROWS, Case, Trials, every
+from tests.support.recovery_trials import ROWS, Case, Trials
 from torchtune_adaptive import (
     InputError,
     MemoryEvent,
@@ -88,16 +88,6 @@ class Toy:
 # ---- one process
 
 
-def test_the_sums_of_a_step_are_those_of_its_micro_steps() -> None:
-    toy = Toy(3)
-    loss_sum, num_samples = toy.step(SAMPLES)
-    assert num_samples == 8
-    assert loss_sum.shape == ()
-    assert toy.sizes[3:] == [3, 3, 2]  # after a dry run
-    assert toy.step.recovers
-    assert toy.events == []
-
-
 @pytest.mark.parametrize(("place", "phase"), [(0, "forward"), (9, "loss"), (25, "backward")])
 def test_after_an_error_the_step_is_run_again_in_halves_with_the_same_random_numbers(place: int, phase: str) -> None:
     toy = Toy(4).failing(1, place=place)
@@ -133,18 +123,6 @@ def test_a_size_that_had_fitted_is_tried_again_in_the_next_step_and_then_after_t
         assert same_bits(found, Toy(size).gradients())
 
 
-def test_a_size_that_never_fitted_is_tried_again_only_if_it_is_asked_for() -> None:
-    toy = Toy(4).failing(0)
-    toy.gradients()
-    toy.failing()
-    for _ in range(3):
-        toy.gradients()
-    assert toy.step.micro_batch_size == 2
-    toy.step.backoff.try_now()
-    toy.gradients()
-    assert [(event.step, event.before, event.after) for event in toy.events] == [(1, 4, 2), (5, 2, 4)]
-
-
 def test_a_size_of_which_another_micro_batch_has_fitted_in_the_step_is_tried_again_in_the_next_one() -> None:
     toy = Toy(4).failing(1)
     toy.gradients()
@@ -160,21 +138,10 @@ def test_of_many_equal_events_every_tenth_has_a_line_in_the_log(caplog: pytest.L
         toy.step.backoff.next_trial = 0
     lines = [record.getMessage() for record in caplog.records if "ran out of memory" in record.getMessage()]
     assert toy.step.retries == 25
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    assert lines[0].startswith("micro-batch 4 -> 2 samples: in step 1 rank 0 ran out of memory")
     assert len(lines) == 10 + 1
     assert lines[-1].endswith("(20 times so far)")
-
-
-def test_a_step_is_run_again_after_an_error_while_a_batch_is_made() -> None:
-    toy = Toy(4)
-    wrap_micro_steps(toy.step, lambda number, run: out_of_memory() if number == 1 else run())
-    toy.gradients()
-    assert toy.events[0].after == 2
-
-
-def test_without_a_handler_an_event_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    Toy(4, on_event=None).failing(0).gradients()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert caplog.records[0].getMessage().startswith("micro-batch 4 -> 2 samples: in step 1 rank 0 ran out of memory")
 
 
 def test_a_single_sample_that_does_not_fit_ends_the_training_with_one_sentence() -> None:
@@ -183,14 +150,6 @@ def test_a_single_sample_that_does_not_fit_ends_the_training_with_one_sentence()
     with pytest.raises(NothingFitsError, match="not even one row fits: in step 2 rank 0 ran out"):
         toy.failing(0, 4).gradients()
     assert all(parameter.grad is None for parameter in toy.model.parameters())
-
-
-def test_another_error_passes() -> None:
-    def fail() -> None:
-        raise ZeroDivisionError("on purpose")
-
-    with pytest.raises(ZeroDivisionError):
-        Toy(4).failing(1, place=3, strike=fail).gradients()
 
 
 def test_gradients_must_be_none_before_a_step() -> None:
@@ -208,32 +167,28 @@ def test_a_bad_micro_batch_size_is_quoted(size: Any) -> None:
         Toy(size)
 
 
-def test_results_may_be_tensors_numbers_tuples_objects_or_nothing() -> None:
-    model = nn.Linear(1, 1)
-    for result, total in ((2, 6), (torch.ones(2), [3.0, 3.0]), ((1, (2.0, None)), (3, (6.0, None))), (None, None)):
-        step = RecoverableStep(model, lambda rows, result=result: result, micro_batch_size=1)
-        summed: Any = step([1, 2, 3])
-        assert (summed.tolist() if isinstance(summed, torch.Tensor) else summed) == total
-
-
 class _Sums(NamedTuple):
-    loss: torch.Tensor
+    loss: float
     tokens: int
 
 
-def test_results_may_be_dicts_and_named_tuples() -> None:
-    results: list[Any] = [_Sums(torch.ones(()), 2), {"loss": torch.ones(()), "more": {"tokens": 2}}]
-    sums: list[Any] = [
-        RecoverableStep(nn.Linear(1, 1), lambda _, it=it: it, micro_batch_size=1)([1, 2]) for it in results
-    ]
-    assert sums == [_Sums(torch.tensor(2.0), 4), {"loss": 2, "more": {"tokens": 4}}]
-    assert isinstance(sums[0], _Sums)
-
-
-def test_a_name_in_some_results_only_is_summed_over_these() -> None:
-    results = [{"loss": 1.0, "first": 2}, {"loss": 1.0, "second": None}, {"loss": 1.0, "second": 3}]
+@pytest.mark.parametrize(
+    ("results", "total"),
+    [
+        ([2, 2, 2], 6),
+        ([None, None], None),
+        ([(1, (2.0, None)), (1, (2.0, None))], (2, (4.0, None))),
+        ([_Sums(1.0, 2), _Sums(1.0, 3)], _Sums(2.0, 5)),
+        ([{"loss": 1, "more": {"tokens": 2}}, {"loss": 1, "more": {"tokens": 3}}], {"loss": 2, "more": {"tokens": 5}}),
+        ([{"loss": 1, "first": 2}, {"loss": 1, "second": None}, {"second": 3}], {"loss": 2, "first": 2, "second": 3}),
+    ],
+    ids=str,
+)
+def test_results_may_be_numbers_tuples_dicts_or_nothing(results: list[Any], total: Any) -> None:
     step = RecoverableStep(nn.Linear(1, 1), lambda rows: results[rows[0]], micro_batch_size=1)
-    assert step([0, 1, 2]) == {"loss": 3.0, "first": 2, "second": 3}
+    summed = step(list(range(len(results))))
+    assert summed == total
+    assert type(summed) is type(total)
 
 
 def test_tuples_of_different_lengths_are_refused() -> None:
@@ -271,9 +226,6 @@ def test_the_micro_batch_is_halved_from_what_the_step_had() -> None:
     toy.gradients(SAMPLES[:5])
     assert toy.sizes[3:] == [5, 2, 2, 1]
     assert (toy.events[0].before, toy.events[0].after) == (100, 2)
-
-
-def test_a_size_above_that_of_the_only_sample_stays() -> None:
     slices = Slices(100)
     assert not slices.reduce(SAMPLES[:1])
     assert slices.size == 100
@@ -328,7 +280,7 @@ def test_the_optimizers_state_is_there_after_the_dry_run() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_closed_step_leaves_no_hooks() -> None:
+def test_a_closed_step_leaves_no_hooks_and_is_refused() -> None:
     toy = Toy(4)
     toy.gradients()
     hooks: Any = toy.model
@@ -336,6 +288,9 @@ def test_a_closed_step_leaves_no_hooks() -> None:
     toy.step.close()
     assert not hooks._forward_hooks
     assert not hooks._forward_pre_hooks
+    for call in (toy.step, toy.step.dry_run):
+        with pytest.raises(InputError, match="This `RecoverableStep` has been closed"):
+            call(SAMPLES)
 
 
 def test_a_mistake_while_the_caller_handles_an_error_of_its_own_is_not_taken_for_it() -> None:
@@ -399,14 +354,6 @@ def test_where_one_micro_step_fits_a_second_one_beside_its_gradients_need_not(li
         assert [one.grad is not None and one.grad.unique().item() for one in model.parameters()] == [4.0]
 
 
-@pytest.mark.parametrize("call", ["dry_run", "__call__"])
-def test_a_closed_step_is_refused(call: str) -> None:
-    toy = Toy(4)
-    toy.step.close()
-    with pytest.raises(InputError, match="This `RecoverableStep` has been closed"):
-        getattr(toy.step, call)(SAMPLES)
-
-
 def test_a_device_without_recovery_is_refused() -> None:
     on_mps = mock.patch.object(step_module, "computing_device", return_value=torch.device("mps"))
     with on_mps, pytest.raises(InputError, match=r"`device` must be the CPU or CUDA.*, but is 'mps' instead"):
@@ -440,13 +387,6 @@ def test_of_an_optimizer_that_accelerate_has_prepared_torchs_own_is_used() -> No
 def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
     with pytest.raises(InputError, match=r"^`optimizer` must be an optimizer of torch, or several, but is .* instead"):
         Toy(4, optimizer=optimizer)
-
-
-def test_a_parameter_of_an_optimizer_that_the_model_lacks_is_refused() -> None:
-    head, frozen = nn.Linear(1, 3), nn.Linear(1, 2).requires_grad_(False)
-    toy = Toy(4, optimizer=torch.optim.AdamW([*head.parameters(), *frozen.parameters()]))
-    with pytest.raises(InputError, match=r"`model` lacks a parameter of shape \(3, 1\) that"):
-        toy.step(SAMPLES)
 
 
 def test_a_model_in_training_can_be_copied_and_saved_as_a_whole() -> None:
@@ -578,21 +518,6 @@ def _mistakes(rank: int) -> dict[str, str]:
     return told
 
 
-def test_two_ranks_get_the_same_sentence_for_a_mistake_and_continue() -> None:
-    first, second = run_on_ranks(_mistakes, 2)
-    assert first == second
-    assert first["sizes"] == "`micro_batch_size` must be the same on every rank, but is 2 on one and 3 on another."
-    assert first["none at first"] == "A rank has no samples for this optimizer step."
-    assert first["fewer"] == "Ranks must have equally many micro-steps, but one has 2 and another 4."
-    assert "one has 1 and another 4" in first["one"]
-    assert "one has 0 and another 2" in first["none"]
-    assert "one has 0 and another 1" in first["none and one"]
-    assert first["no"] == "This optimizer step has no samples."
-    assert first["out of memory and fewer"] == first["fewer"]
-    assert "not even one row fits: in step 13 rank 0 ran out of memory" in first["nothing fits"]
-    assert first["micro-batch of three and four samples"] == "2"
-
-
 def _events(rank: int) -> tuple[list[MemoryEvent], list[bool]]:
     trials = Trials(Case())
     trials.run(ROWS, {0: Fault(300, ranks=[1])})
@@ -601,39 +526,6 @@ def _events(rank: int) -> tuple[list[MemoryEvent], list[bool]]:
     units: list[Any] = [one for one in trials.model.modules() if isinstance(one, FSDPModule)]
     groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
     return events, ["Recorded" in type(group._reduce_scatter_comm).__name__ for group in groups]
-
-
-def _failed_trials(rank: int) -> list[tuple[Any, ...]]:
-    """Steps in which a larger micro-batch is tried and a rank fails: sizes, events, what is left, is all right."""
-    trials = Trials(Case())
-    points = every(trials.operations(0), "turns", 83)
-    half = ROWS // 2
-    _, expected = trials.run(half)
-    found = []
-    for point in points:
-        trials.rewind()
-        trials.recoverable.backoff.next_trial = 0
-        taken = [trials.step(trials.windows[0], half, {0: Fault(point.get(rank))})]
-        trials.recoverable.backoff.next_trial = None
-        taken.append(trials.step(trials.windows[1], half))
-        sizes = [(event.before, event.after) for event in trials.events]
-        found.append((taken, sizes, trials.left, same_bits(trials.state(), expected)))
-    return found
-
-
-def test_a_trial_may_fail_at_any_operation_of_any_rank() -> None:
-    for found in run_on_ranks(_failed_trials, 2):
-        assert len(found) > 5
-        assert found == [([ROWS // 2] * 2, [(ROWS, ROWS // 2)], [], True)] * len(found)
-
-
-def test_events_are_equal_on_both_ranks_and_name_the_one_that_failed() -> None:
-    (first, recorded), (second, recorded_by_peer) = run_on_ranks(_events, 2)
-    assert first == second
-    (event,) = first
-    assert (event.step, event.ranks, event.before, event.after) == (1, (1,), 2, 1)
-    assert len(recorded) > 1
-    assert not any(recorded + recorded_by_peer)
 
 
 def _tried_again(rank: int) -> list[tuple[Any, ...]]:
@@ -652,10 +544,6 @@ def _tried_again(rank: int) -> list[tuple[Any, ...]]:
         found.append(tuple((event.step, event.before, event.after) for event in step.events))
         step.close()
     return found
-
-
-def test_a_size_that_has_fitted_on_another_rank_only_is_tried_again_on_both() -> None:
-    assert run_on_ranks(_tried_again, 2) == [[((1, 4, 2),), ((1, 4, 2), (2, 2, 4))]] * 2
 
 
 class _Chunked(nn.Module):
@@ -712,18 +600,12 @@ def _faults_in_a_chunked_loss(rank: int) -> tuple[int, list[int]]:
 
     expected = gradients(1, never := Fault(None))
     struck, wrong = 0, []
-    for place in range(0, never.count, 5):
+    for place in range(0, never.count, 15):
         fault = Fault(place, ranks=[place % 2])
         if not same_bits(gradients(2, fault, number=place // 2 % 2), expected):
             wrong.append(place)
         struck += step.micro_batch_size == 1
     return struck, wrong
-
-
-def test_settings_of_fsdp_that_a_failed_micro_step_has_changed_are_restored() -> None:
-    for struck, wrong in run_on_ranks(_faults_in_a_chunked_loss, 2):
-        assert struck > 20
-        assert wrong == []
 
 
 def _layers(reshard_after_forward: bool | None) -> nn.Module:
@@ -753,7 +635,7 @@ class _Loss(nn.Module):
 def _validations(rank: int) -> list[bool]:
     """Whether training with validations between steps, and a fault, is as training told the smaller micro-batches."""
     found = []
-    for build in (*(partial(_layers, reshard) for reshard in (None, True, False)), _Loss):
+    for build in (*(partial(_layers, reshard) for reshard in (None, False)), _Loss):
         states = []
         for size, is_validated in ((4, True), (2, False)):
             torch.manual_seed(0)
@@ -780,8 +662,76 @@ def _validations(rank: int) -> list[bool]:
     return found
 
 
-def test_a_validation_between_steps_does_not_prevent_recovery() -> None:
-    assert run_on_ranks(_validations, 2) == [[True] * 4] * 2
+def _page_prints(*_: int) -> str:
+    """What the first program of the page prints."""
+    (program, *_rest), printed = blocks(PAGE, "python"), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(program.text, str(program), "exec"), {})
+    return " ".join(printed.getvalue().split())
+
+
+def _on_two(rank: int) -> dict[str, Any]:
+    scenarios = (
+        _mistakes,
+        _events,
+        _tried_again,
+        _faults_in_a_chunked_loss,
+        _validations,
+        _page_prints,
+    )
+    return {scenario.__name__: scenario(rank) for scenario in scenarios}
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[dict[str, Any]]:
+    return run_on_ranks(_on_two, 2)
+
+
+def test_two_ranks_get_the_same_sentence_for_a_mistake_and_continue(on_two: list[dict[str, Any]]) -> None:
+    first, second = (found["_mistakes"] for found in on_two)
+    assert first == second
+    assert first["sizes"] == "`micro_batch_size` must be the same on every rank, but is 2 on one and 3 on another."
+    assert first["none at first"] == "A rank has no samples for this optimizer step."
+    assert first["fewer"] == "Ranks must have equally many micro-steps, but one has 2 and another 4."
+    assert "one has 1 and another 4" in first["one"]
+    assert "one has 0 and another 2" in first["none"]
+    assert "one has 0 and another 1" in first["none and one"]
+    assert first["no"] == "This optimizer step has no samples."
+    assert first["out of memory and fewer"] == first["fewer"]
+    assert "not even one row fits: in step 13 rank 0 ran out of memory" in first["nothing fits"]
+    assert first["micro-batch of three and four samples"] == "2"
+
+
+def test_events_are_equal_on_both_ranks_and_name_the_one_that_failed(on_two: list[dict[str, Any]]) -> None:
+    (first, recorded), (second, recorded_by_peer) = (found["_events"] for found in on_two)
+    assert first == second
+    (event,) = first
+    assert (event.step, event.ranks, event.before, event.after) == (1, (1,), 2, 1)
+    assert len(recorded) > 1
+    assert not any(recorded + recorded_by_peer)
+
+
+def test_a_size_that_has_fitted_on_another_rank_only_is_tried_again_on_both(on_two: list[dict[str, Any]]) -> None:
+    assert [found["_tried_again"] for found in on_two] == [[((1, 4, 2),), ((1, 4, 2), (2, 2, 4))]] * 2
+
+
+def test_settings_of_fsdp_that_a_failed_micro_step_has_changed_are_restored(on_two: list[dict[str, Any]]) -> None:
+    for struck, wrong in (found["_faults_in_a_chunked_loss"] for found in on_two):
+        assert struck > 6
+        assert wrong == []
+
+
+def test_a_validation_between_steps_does_not_prevent_recovery(on_two: list[dict[str, Any]]) -> None:
+    assert [found["_validations"] for found in on_two] == [[True] * 3] * 2
+
+
+def test_the_program_of_the_page_recovers_on_one_device_and_prints_what_the_page_says() -> None:
+    assert run_alone(_page_prints) == " ".join(blocks(PAGE, "text")[0].text.split())
+
+
+def test_the_program_of_the_page_recovers_on_two_ranks(on_two: list[dict[str, Any]]) -> None:
+    for printed in (found["_page_prints"] for found in on_two):
+        assert re.search(r"micro-batch (\d+) -> (\d+) samples: in step 1 .* micro-batches of \2 samples$", printed)
 
 
 def _trainers_of_a_larger_program(rank: int) -> dict[str, Any]:
@@ -838,23 +788,3 @@ def test_only_the_ranks_that_train_take_part() -> None:
     assert trainers[0]["lacks a rank"] == (
         "`process_group` lacks ranks that train the model: it has [0, 1], of [1, 2]."
     )
-
-
-# ---- the page
-
-
-def _page_prints(*_: int) -> str:
-    """What the first program of the page prints."""
-    (program, *_rest), printed = blocks(PAGE, "python"), io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(program.text, str(program), "exec"), {})
-    return " ".join(printed.getvalue().split())
-
-
-def test_the_program_of_the_page_recovers_on_one_device_and_prints_what_the_page_says() -> None:
-    assert run_alone(_page_prints) == " ".join(blocks(PAGE, "text")[0].text.split())
-
-
-def test_the_program_of_the_page_recovers_on_two_ranks() -> None:
-    for printed in run_on_ranks(_page_prints, 2):
-        assert re.search(r"micro-batch (\d+) -> (\d+) samples: in step 1 .* micro-batches of \2 samples$", printed)

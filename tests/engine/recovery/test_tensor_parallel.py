@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.support.faults import under
 from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import CannotRecoverError, RecoverableStep
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
@@ -62,13 +63,6 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
     return [(one.to_local() if isinstance(one, DTensor) else one).clone() for one in found]
 
 
-def _under(fault: Fault, number: int, run: Any) -> Any:
-    if number == 1:  # the second of the first attempt
-        with fault:
-            return run()
-    return run()
-
-
 def _trials(rank: int, ranks: int, stride: int) -> dict[str, Any]:
     model = _model(ranks)
     micro_step = partial(_micro_step, model)
@@ -83,7 +77,7 @@ def _trials(rank: int, ranks: int, stride: int) -> dict[str, Any]:
     counting = Fault(None)
     for _ in range(2):  # the first step also derives shardings
         counting = Fault(None)
-        wrap_micro_steps(step, partial(_under, counting))
+        wrap_micro_steps(step, partial(under, {1: counting}))
         step(samples)
         _gradients(model)
     halved = RecoverableStep(model, micro_step, micro_batch_size=2)
@@ -93,7 +87,7 @@ def _trials(rank: int, ranks: int, stride: int) -> dict[str, Any]:
     wrong, missed = list[int](), list[int]()
     for place in range(0, counting.count, stride):
         step._cutter.size = 4  # pyright: ignore[reportAttributeAccessIssue]
-        wrap_micro_steps(step, partial(_under, Fault(place, ranks=[place % ranks])))
+        wrap_micro_steps(step, partial(under, {1: Fault(place, ranks=[place % ranks])}))
         before = step.retries
         step(samples)
         found = _gradients(model)
@@ -105,7 +99,7 @@ def _trials(rank: int, ranks: int, stride: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stride"), [(2, 31), *(pytest.param(ranks, 5, marks=pytest.mark.exhaustive) for ranks in (2, 4))]
+    ("ranks", "stride"), [(2, 67), *(pytest.param(ranks, 5, marks=pytest.mark.exhaustive) for ranks in (2, 4))]
 )
 def test_an_error_at_any_operation_of_a_rank_gives_the_gradients_of_smaller_micro_batches(
     ranks: int, stride: int

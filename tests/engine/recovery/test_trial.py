@@ -59,13 +59,6 @@ class Shifted(RunningMean):
         return rows - self.mean.clone() + 0 * super().forward(rows)
 
 
-class Centred(nn.Module):
-    """Statistics of the batch, by hand."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows - rows.mean(0)
-
-
 def contrastive(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     values = F.normalize(model(rows))
     return F.cross_entropy(values @ values.T * 5, torch.arange(len(rows)), reduction="sum")
@@ -94,16 +87,14 @@ def in_bf16(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         return model(rows).float().square().sum()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", [total_loss, masked, noisy, chosen_by_python, in_bf16], ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize(
-    "layers",
+    ("loss", "layers"),
     [
-        (),
-        (nn.Dropout(0.5),),
-        (nn.AlphaDropout(0.3), nn.LayerNorm(24)),
-        (Shifted(24),),
-        (nn.BatchNorm1d(24).eval(),),
+        (total_loss, ()),
+        (masked, (nn.Dropout(0.5),)),
+        (noisy, (nn.AlphaDropout(0.3), nn.LayerNorm(24))),
+        (chosen_by_python, (Shifted(24),)),
+        (in_bf16, (nn.BatchNorm1d(24).eval(),)),
     ],
     ids=["plain", "dropout", "alpha dropout", "running mean", "frozen batch norm"],
 )
@@ -173,18 +164,12 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
         total_loss,
         r"the layer `1` \(BatchNorm1d\) computes with stat",
     ),
-    "statistics by hand": (lambda: net(Centred()), total_loss, MIXES),
     "in-batch negatives": (net, contrastive, MIXES + "two have other gradients together than each alone"),
     "a penalty": (net, lambda model, rows: total_loss(model, rows) + 9 * model[0].weight.square().sum(), MIXES),
     "a mean over labels": (
         net,
         lambda model, rows: (model(rows).square().sum(1) * (1 + rows[:, 1] ** 2)).sum() / (1 + rows[:, 1] ** 2).sum(),
         MIXES + "the gradients of two together differ",
-    ),
-    "order": (
-        net,
-        lambda model, rows: (model(rows).sum(1).sort().values * torch.arange(1, len(rows) + 1)).sum(),
-        MIXES,
     ),
 }
 
@@ -206,8 +191,7 @@ def test_samples_that_are_mixed_are_not_cut(name: str) -> None:
     assert all(one.grad is None for one in model.parameters())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("name", ["a mean", "batch norm", "in-batch negatives"])
 def test_samples_that_are_mixed_train_as_one_micro_batch_without_recovery(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -284,13 +268,6 @@ def test_parameters_that_change_unseen_are_noticed() -> None:
 # ---- what must not happen in a micro-step
 
 
-def optimizer_in_backward(model: nn.Module) -> Loss:
-    for parameter in model.parameters():
-        optimizer = torch.optim.AdamW([parameter])
-        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
-    return total_loss
-
-
 def update_in_backward(model: nn.Module) -> Loss:
     def update(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -349,15 +326,6 @@ def steps(model: nn.Module) -> Loss:
     return loss
 
 
-def average_of_weights(model: nn.Module) -> Loss:
-    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            model[2].weight.lerp_(model[2].weight * 2, 0.1)  # pyright: ignore[reportIndexIssue]
-        return total_loss(model, rows)
-
-    return loss
-
-
 def no_gradient(model: nn.Module) -> Loss:
     return lambda model, rows: torch.zeros((), requires_grad=True) * 2
 
@@ -365,13 +333,11 @@ def no_gradient(model: nn.Module) -> Loss:
 @pytest.mark.parametrize(
     ("harm", "sentence"),
     [
-        (optimizer_in_backward, "the optimizer AdamW steps within a micro-step or its backward pass"),
         (update_in_backward, r"a micro-step writes to the parameter `2\.\w+`"),
         (main_grad, r"a micro-step writes to `main_grad` of the parameter `2\.\w+`"),
         (new_main_grad, r"a micro-step puts tensors into attributes of the parameter"),
         (gradients_elsewhere, r"a hook takes the gradient of `2\.\w+` away in the backward pass"),
         (steps, "the optimizer SGD steps within a micro-step"),
-        (average_of_weights, r"a micro-step writes to the parameter `2\.weight`"),
         (no_gradient, r"a micro-step leaves no gradient in `\.grad` of any parameter"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -476,14 +442,10 @@ def test_a_batch_that_is_changed_in_place_is_given_as_a_copy(
     assert step.retries == fails
     for one, other in zip(model.parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
-    assert_same_samples(given, samples())
-
-
-def assert_same_samples(found: Any, expected: Any) -> None:
-    if isinstance(found, list):
-        assert [one.keys() for one in found] == [one.keys() for one in expected]
+    if isinstance(given, list):
+        assert [one.keys() for one in given] == [one.keys() for one in samples()]
     else:
-        assert np.array_equal(np.asarray(found), np.asarray(expected))
+        assert np.array_equal(np.asarray(given), np.asarray(samples()))
 
 
 def test_a_change_that_the_trial_has_not_seen_is_never_run_again() -> None:
@@ -519,13 +481,11 @@ def test_batches_are_not_copied_without_a_change() -> None:
     ("result", "sentence"),
     [
         (lambda loss, out: {"task": "sst2"}, "must have a sum.*'sst2'"),
-        (lambda loss, out: {1.0}, "must have a sum"),
-        (lambda loss, out: object(), "must have a sum"),
         (lambda loss, out: {"loss": loss, "logits": out}, r"together have a tensor of shape \(2, 6\)"),
         (lambda loss, out: (loss / len(out),), "^Results of micro-steps must add up, but two samples"),
         (lambda loss, out: 3, "two samples together have 3, and the sum of each alone is 6"),
     ],
-    ids=["text", "set", "object", "logits", "mean", "constant"],
+    ids=["text", "logits", "mean", "constant"],
 )
 def test_results_that_do_not_add_up_are_refused_before_training(result: Callable[..., Any], sentence: str) -> None:
     model = net()
@@ -557,7 +517,7 @@ def _verdicts(rank: int) -> dict[str, str]:
         ("FSDP2", _sharded, {}),
         ("FSDP2, reduced once", _sharded, {"reduce": "last"}),
     ):
-        losses = {"sum": total_loss, "mean": MIXING["a mean"][1], "mixed": contrastive, "random": permuted}
+        losses = {"sum": total_loss, "mixed": contrastive, "random": permuted}
         for case, loss in losses.items():
             model = wrap(net(nn.Dropout(0.2)))
             step = step_of(model, loss, **options)
@@ -583,7 +543,7 @@ def test_all_ranks_have_the_same_verdict() -> None:
     one, other = run_on_ranks(_verdicts, 2)
     assert one == other
     assert "takes the gradient" in one.pop("hook")
-    expected = {"sum": "recovers", "mean": "the loss is a mean", "mixed": "mixes the samples", "random": "recovers"}
+    expected = {"sum": "recovers", "mixed": "mixes the samples", "random": "recovers"}
     for name, verdict in one.items():
         assert expected[name.rpartition(", ")[2]] in verdict, (name, verdict)
 
