@@ -72,11 +72,8 @@ def beyond_memory(**more: Any) -> dict[str, Any]:
 )
 def test_a_search_runs_for_the_largest_size_for_growth_and_for_an_automatic_budget(keys, searches, on_cpu):
     settings = read(**keys)
-    assert (settings.searches, settings.searches_on("cuda"), settings.searches_on("cpu")) == (
-        searches,
-        searches,
-        on_cpu,
-    )
+    found = settings.searches, settings.searches_on("cuda"), settings.searches_on("cpu")
+    assert found == (searches, searches, on_cpu)
 
 
 def test_interpolations_resolve_also_inside_of_a_component_and_the_config_stays_as_it_is():
@@ -137,7 +134,6 @@ def test_every_key_is_tried():
     [
         ("oom_recovery", "yes", "True or False, but is 'yes' instead."),
         ("max_images", True, "an integer, but is True instead."),
-        ("max_batch_size", 8.0, "an integer, but is 8.0 instead."),
         ("growth_limit", 0, "at least 1, but is 0 instead."),
         ("growth_limit", None, "memory, none or an integer, but is None instead."),
         ("max_tokens_per_micro_batch", "atuo", "null, auto or an integer, but is 'atuo' instead."),
@@ -171,12 +167,8 @@ def test_block_that_is_not_a_mapping_is_refused(value):
 @pytest.mark.parametrize(
     ("keys", "start"),
     [
-        ({"adaptive": {"margin": "${nowhere}"}}, "`adaptive` has no value: InterpolationKeyError"),
         ({"adaptive": {"margin": "???"}}, "`adaptive` has no value: MissingMandatoryValue"),
-        (
-            {"use_maximum_batch_size": "${oc.env:NO_SUCH_VARIABLE_AT_ALL}"},
-            "`use_maximum_batch_size` has no value: InterpolationResolutionError",
-        ),
+        ({"use_maximum_batch_size": "${nowhere}"}, "`use_maximum_batch_size` has no value: InterpolationKeyError"),
     ],
 )
 def test_value_that_does_not_resolve_is_refused(keys, start):
@@ -285,21 +277,8 @@ def test_memory_may_be_a_number():
     assert {type(size) for size in sizes} == {int}
 
 
-UNREADABLE = (
-    "80 bananas",
-    "GiB",
-    "80G",
-    "1e9",
-    "1,5GiB",
-    "80_000",
-    "8 0GiB",
-    "--1GiB",
-    "٨GiB",
-    "nan",
-    "0x10",
-    "1GiB\0",
-)
-UNREADABLE += (f"{10**20}B", True, math.nan, math.inf, 0.5, [80], {"a": 1}, b"1GiB")
+UNREADABLE = ("80 bananas", "GiB", "80G", "1e9", "1,5GiB", "80_000", "8 0GiB", "--1GiB", "٨GiB", "nan", "0x10")
+UNREADABLE += ("1GiB\0", f"{10**20}B", True, math.nan, math.inf, 0.5, [80], {"a": 1}, b"1GiB")
 
 
 @pytest.mark.parametrize(

@@ -149,22 +149,16 @@ def test_pairs_keep_their_halves() -> None:
     assert all(len({*of_batch[:4]}) == len({*of_batch[4:]}) == 1 for of_batch in tokens)
 
 
-class ShorterWhenReadAgain:
-    """Crops, of which the first one is the longest."""
+class ShorterWhenReadAgain(list[Row]):
+    """As with random crops."""
 
-    def __init__(self) -> None:
-        self.reads = collections.Counter[int]()
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, number: int) -> Row:
-        self.reads[number] += 1
-        return row(4) if self.reads[number] > 1 else row(10 * number + 5)
+    def __getitem__(self, number: Any) -> Any:
+        one, self[number] = super().__getitem__(number), row(4)
+        return one
 
 
 def test_a_sample_stays_as_it_was_seen_if_reading_it_again_gives_another() -> None:
-    assert found(ShorterWhenReadAgain())[0][0]["input_ids"].shape == (4, 55)
+    assert found(ShorterWhenReadAgain([row(5), row(55), row(25)]))[0][0]["input_ids"].shape == (4, 55)
 
 
 def test_a_sample_stays_as_it_was_seen_if_collating_it_again_gives_another() -> None:
@@ -193,9 +187,8 @@ def test_no_more_samples_are_tried_than_there_are(rows: int, size: int, most: in
 
 def test_more_batches_can_be_made_to_have_as_many_on_all_ranks() -> None:
     loader = SimpleNamespace(dataset=[row(9), row(3)], collate_fn=collate)
-    worst, _ = worst_batches(
-        loader, [TrainerBatch(collate([row(3)]), None, 1)], TrainerBatches(4), shows_progress=False
-    )
+    first = [TrainerBatch(collate([row(3)]), None, 1)]
+    worst, _ = worst_batches(loader, first, TrainerBatches(4), shows_progress=False)
     assert len(worst) == 1
     assert [one.inputs["input_ids"].shape for one in worst.of(2, 3)] == [(2, 9)] * 3
 
@@ -247,11 +240,8 @@ def test_files_and_connections_of_the_data_stay_where_they_are(tmp_path: Path) -
     other.send(b"for training")
     with one, other, (tmp_path / "rows").open("rb", buffering=0) as file:
 
-        class NextLine:
-            def __len__(self) -> int:
-                return 50
-
-            def __getitem__(self, number: int) -> Row:
+        class NextLine(list[None]):
+            def __getitem__(self, number: Any) -> Any:
                 try:
                     one.recv(100)
                 except OSError:
@@ -259,7 +249,7 @@ def test_files_and_connections_of_the_data_stay_where_they_are(tmp_path: Path) -
                 raise AssertionError("took what is for the training")
 
         file.readline()
-        assert found(NextLine())[0][0]["input_ids"].shape == (4, 53)
+        assert found(NextLine([None] * 50))[0][0]["input_ids"].shape == (4, 53)
         assert file.readline() == b"4\n"
         assert one.recv(100) == b"for training"
 
@@ -281,11 +271,8 @@ def test_the_environment_and_the_samples_stay_as_they_are(setting: str | None, m
     assert os.environ.get("TOKENIZERS_PARALLELISM") == setting
 
 
-class RandomLengths:
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, number: int) -> Row:
+class RandomLengths(list[None]):
+    def __getitem__(self, number: Any) -> Any:
         return row(random.randint(1, 10**4) + int(torch.randint(10**4, (1,))))
 
 
@@ -294,24 +281,21 @@ def test_looking_again_and_on_other_ranks_finds_the_same() -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         random.seed(seed)
-        lengths.add(found(RandomLengths())[0][0]["input_ids"].shape)
+        lengths.add(found(RandomLengths([None] * 8))[0][0]["input_ids"].shape)
     assert len(lengths) == 1
 
 
 # ---- what training survives
 
 
-class Broken:
-    def __init__(self, rows: Sequence[Any]) -> None:
-        self.rows = rows
+class Broken(list[Any]):
+    """Samples, errors that are raised instead, and functions that are called instead."""
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: int) -> Any:
-        if isinstance(self.rows[number], Exception):
-            raise self.rows[number]
-        return self.rows[number]
+    def __getitem__(self, number: Any) -> Any:
+        one = super().__getitem__(number)
+        if isinstance(one, BaseException):
+            raise one
+        return one() if callable(one) else one
 
 
 def test_samples_that_cannot_be_collated_alone_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -345,50 +329,33 @@ class Stream(IterableDataset[Row]):
         yield row(3)
 
 
-class Dies(Broken):
-    def __getitem__(self, number: int) -> Any:
-        os._exit(3)
-
-
-class Exits(Broken):
-    def __getitem__(self, number: int) -> Any:
-        raise SystemExit(3)
-
-
-class Hangs(Broken):
-    def __getitem__(self, number: int) -> Any:
-        time.sleep(3600)
-
-
-def of_a_gpu(_: Any) -> Any:
-    raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
-
-
 def unpicklable(rows: Sequence[Row]) -> dict[str, Any]:
     return {**collate(rows), "function": lambda: None}
+
+
+HANGS = Broken([lambda: time.sleep(3600)])
+NOT_INDEXED, NOT_READ = "the data cannot be indexed", "another process cannot read or collate a sample "
 
 
 @pytest.mark.parametrize(
     ("data", "collate_fn", "reason"),
     [
-        (Stream(), collate, "the data cannot be indexed"),
-        (None, collate, "the data cannot be indexed"),
-        ([row(3)], None, "the data cannot be indexed"),
-        (
-            [row(3)],
-            of_a_gpu,
-            "another process cannot read or collate a sample (RuntimeError: Cannot re-initialize CUDA",
-        ),
-        ([row(3)], unpicklable, "another process cannot read or collate a sample (AttributeError: Can't pickle local"),
-        (Dies([row(3)]), collate, "another process cannot read or collate a sample (DataLoader worker (pid"),
-        (Exits([row(3)]), collate, "another process cannot read or collate a sample (DataLoader worker (pid"),
-        (Hangs([row(3)]), collate, "another process cannot read or collate a sample (DataLoader timed out"),
+        (Stream(), collate, NOT_INDEXED),
+        (None, collate, NOT_INDEXED),
+        ([row(3)], None, NOT_INDEXED),
+        (Broken([RuntimeError("Cannot re-initialize CUDA")]), collate, f"{NOT_READ}(RuntimeError: Cannot re-init"),
+        ([row(3)], unpicklable, f"{NOT_READ}(AttributeError: Can't pickle local"),
+        (Broken([lambda: os._exit(3)]), collate, f"{NOT_READ}(DataLoader worker (pid"),
+        (Broken([SystemExit(3)]), collate, f"{NOT_READ}(DataLoader worker (pid"),
+        (HANGS, collate, f"{NOT_READ}(DataLoader timed out"),
     ],
 )
 def test_without_a_look_at_the_data_the_first_step_is_used(
     data: Any, collate_fn: Any, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_SILENCE_S", 0.5)
+    if data is HANGS:
+        monkeypatch.setattr(module, "_SILENCE_S", 0.1)
+        monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # s, then torch ends the process
     children: list[int] = []
     fork = os.fork
     monkeypatch.setattr(os, "fork", lambda: children.append(fork()) or children[-1])

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
 from tests.support.toys import STATE
+from tests.training.checkpoints.test_checkpoint_folder import save
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, RunEnded
 from torchtune_adaptive.stock.resume import (
@@ -31,7 +32,6 @@ from torchtune_adaptive.training.checkpoints.folder import (
     Checkpoint,
     CheckpointFolder,
     read_checkpoint,
-    write_state,
 )
 from torchtune_adaptive.training.folder_lock import LOCK_NAME
 from torchtune_adaptive.training.run_state import RunIdentity
@@ -63,14 +63,11 @@ class Run:
         files: Sequence[str] = (),
         run: RunIdentity = STATE.run,
     ) -> Path:
-        directory = self.folder.start(name)
-        for file in [*files, *([RECIPE_STATE_NAME] if with_recipe_state else [])]:
-            (directory / file).write_text("content")
-        return self.folder.finish(name, replace(STATE, epochs_run=epochs_run, run=run))
+        names = [*files, *([RECIPE_STATE_NAME] if with_recipe_state else [])]
+        state = replace(STATE, epochs_run=epochs_run, run=run)
+        return save(self.folder, name, dict.fromkeys(names, "content"), state=state)
 
-    def find(
-        self, wanted: Any, *, epochs: int = EPOCHS, folder: CheckpointFolder | None = None, **keys: Any
-    ) -> Checkpoint | None:
+    def find(self, wanted: Any, *, epochs: int = EPOCHS, folder: CheckpointFolder | None = None, **keys: Any) -> Any:
         """The checkpoint for a new process."""
         return find_checkpoint(
             OmegaConf.create({"resume_from_checkpoint": wanted} | keys),
@@ -106,13 +103,11 @@ def test_a_new_run_starts_at_the_beginning_even_with_checkpoints_of_epochs(run: 
     assert run.find(wanted) is None
 
 
-@pytest.mark.parametrize("is_damaged", [False, True])
-def test_a_new_run_is_refused_where_it_would_lose_checkpoints_of_steps(run: Run, is_damaged: bool) -> None:
+def test_a_new_run_is_refused_where_it_would_lose_checkpoints_of_steps_also_damaged_ones(run: Run) -> None:
     run.save("step_5", epochs_run=0)
     path = run.save("step_6", epochs_run=0)
     run.save("epoch_0", epochs_run=1)
-    if is_damaged:
-        (path / STATE_NAME).write_text("{")
+    (path / STATE_NAME).write_text("{")
     assert run.refusal(False) == (
         f"With `resume_from_checkpoint: False` a new run would overwrite '{path}': set it to True or auto, or"
         " `output_dir` to a new folder."
@@ -141,15 +136,6 @@ def test_without_a_checkpoint_auto_starts_a_new_run_and_true_is_refused(run: Run
         f"`resume_from_checkpoint: True` finds no complete checkpoint in {str(run.folder.path)!r}; auto would start a"
         " new run."
     )
-
-
-def test_a_torn_checkpoint_is_not_the_latest_and_is_refused_by_its_path(run: Run) -> None:
-    run.save("step_5", epochs_run=0)
-    path = run.save("epoch_0", epochs_run=1, with_recipe_state=True)
-    (path / RECIPE_STATE_NAME).write_text("")
-    assert run.name_of(True) == "step_5"
-    assert run.refusal(str(path)).startswith(f"{path / RECIPE_STATE_NAME} ")
-    assert run.refusal(str(run.folder.path)).startswith(f"{run.folder.path / 'adaptive_state.json'} ")
 
 
 def test_an_epoch_without_optimizer_state_is_skipped_for_the_latest_checkpoint_that_has_it(run: Run) -> None:
@@ -194,9 +180,7 @@ def test_torchtunes_own_checkpoint_is_taken_if_it_has_more_epochs(run: Run, want
     save_by_stock(path, epochs_run=1)
     assert run.find(wanted) == Checkpoint(path / "epoch_0", 0, None, 1, state)
     run.save("epoch_0", epochs_run=1, with_recipe_state=True)
-    found = run.find(wanted)
-    assert found is not None
-    assert found.state == replace(STATE, epochs_run=1)  # the adaptive one
+    assert run.find(wanted).state == replace(STATE, epochs_run=1)  # the adaptive one
     run.save("step_30", epochs_run=1)
     assert run.name_of(wanted) == "step_30"
     save_by_stock(path, epochs_run=2)
@@ -238,7 +222,8 @@ def test_a_run_that_was_killed_before_it_saved_is_not_taken_for_the_one_before_i
     run.save("epoch_3", epochs_run=EPOCHS, with_recipe_state=True, run=OTHER)
     run.folder.lock()
     run.folder.claim("of the killed run")
-    assert "a new run would overwrite" in run.refusal(wanted)
+    for _ in range(2):  # a refusal keeps the name of that run
+        assert "a new run would overwrite" in run.refusal(wanted)
     assert run.find(False) is None
     run.folder.claim(OTHER.id)
     assert run.name_of(wanted) == "epoch_3"
@@ -252,9 +237,7 @@ def test_torchtunes_run_before_this_one_is_never_resumed(run: Run, wanted: Any) 
     run.save("epoch_0", epochs_run=1, run=RunIdentity("1f3a", "full_finetune", stock_before=content_digest(stock)))
     assert "a new run would overwrite" in run.refusal(wanted)
     torch.save({training.EPOCHS_KEY: 3, "later": 1}, run.folder.path / "recipe_state" / "recipe_state.pt")
-    found = run.find(wanted)  # torchtune has continued
-    assert found is not None
-    assert found == replace(stock, epochs_run=3)
+    assert run.find(wanted) == replace(stock, epochs_run=3)  # torchtune has continued
 
 
 def test_a_run_that_continues_torchtunes_and_was_killed_before_it_saved_continues_it_again(run: Run) -> None:
@@ -338,7 +321,6 @@ def test_a_checkpoint_is_what_its_content_says_under_any_name_and_in_any_folder(
     for path in (step, epoch, Path("run/step_5"), *map(Path, ("link", "copy", "epoch_7_copy", "step_9", "best"))):
         for one in (run, elsewhere):
             found = one.find(str(path))
-            assert found is not None
             assert found.path == path
             assert found.is_of_step == (path.name not in ("epoch_0", "step_9", "best"))
             assert found.is_of_step or found.recipe_state == path / RECIPE_STATE_NAME
@@ -405,12 +387,10 @@ def content_of(value: object) -> bytes:
     ("content", "reason"),
     [
         (content_of({training.EPOCHS_KEY: 2})[:100], "it cannot be read: RuntimeError: PytorchStreamReader .*"),
-        (b"\xff" * 100, "it cannot be read: RuntimeError: .*"),
-        (content_of({}), "it cannot be read: KeyError: .*"),
         (content_of([1]), "it cannot be read: TypeError: .*"),
         (content_of({training.EPOCHS_KEY: 3}), ".*/epoch_2 is missing"),
     ],
-    ids=["truncated", "random bytes", "no epochs", "a list", "of an epoch that is gone"],
+    ids=["truncated", "a list", "of an epoch that is gone"],
 )
 def test_a_recipe_state_that_is_of_no_use_is_skipped_and_logged(
     content: bytes, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -423,7 +403,7 @@ def test_a_recipe_state_that_is_of_no_use_is_skipped_and_logged(
     assert re.fullmatch(rf"Skipped {path}, because {reason}\.", message)
 
 
-def test_in_the_background_the_latest_complete_one_is_found_with_or_without_an_adaptive_state(tmp_path: Path) -> None:
+def test_in_the_background_the_latest_complete_one_is_found(tmp_path: Path) -> None:
     assert stock_checkpoint(tmp_path, in_background=True) is None
     for epoch in (2, 9, 10, 11):
         (tmp_path / f"dist_epoch_{epoch}").mkdir()
@@ -431,10 +411,6 @@ def test_in_the_background_the_latest_complete_one_is_found_with_or_without_an_a
             (tmp_path / f"dist_epoch_{epoch}" / ".metadata").touch()
     path = tmp_path / "dist_epoch_10"
     assert stock_checkpoint(tmp_path, in_background=True) == Checkpoint(path, 0, None, 11, path / ".metadata")
-    write_state(path, replace(STATE, epochs_run=11))
-    found = stock_checkpoint(tmp_path, in_background=True)
-    assert found is not None
-    assert found.state == replace(STATE, epochs_run=11)
 
 
 # ---- the config that a stock recipe is set up with
@@ -466,8 +442,7 @@ def test_a_new_run_and_one_resumed_from_a_step_are_set_up_as_new(tmp_path: Path)
     of_step = Checkpoint(tmp_path / "step_5", 1, STATE, 2, is_of_step=True)
     for checkpoint in (None, of_step):
         assert changes(config(), checkpoint) == {"resume_from_checkpoint": False}
-    without_key = OmegaConf.create({"checkpointer": {}})
-    assert resuming(without_key, of_step).resume_from_checkpoint is False
+    assert resuming(OmegaConf.create({"checkpointer": {}}), of_step).resume_from_checkpoint is False
 
 
 MODEL_FILES = ["model-00001-of-00001.bin", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"]
@@ -500,16 +475,6 @@ def test_only_the_trained_model_is_read_from_the_epoch(run: Run) -> None:
     resumed = resuming(config(ref_checkpointer=reference), run.folder.checkpoints()[-1])
     assert resumed.ref_checkpointer.checkpoint_files == ["a.bin", "b.bin", "c.bin"]
     assert resumed.checkpointer.checkpoint_files != ["a.bin", "b.bin", "c.bin"]
-
-
-def test_a_run_of_adapters_gets_the_adapter_beside_its_own_base_model(run: Run) -> None:
-    adapters = ["adapter_model.pt", "adapter_model.safetensors"]
-    path = run.save("epoch_0", epochs_run=1, with_recipe_state=True, files=[*MODEL_FILES, *adapters])
-    assert changes(config(), run.folder.checkpoints()[-1]) == {
-        "resume_from_checkpoint": True,
-        "recipe_checkpoint": str(path / RECIPE_STATE_NAME),
-        "adapter_checkpoint": str(path / "adapter_model.pt"),
-    }
 
 
 def test_torchtune_itself_finds_what_it_has_written_in_the_background(tmp_path: Path) -> None:

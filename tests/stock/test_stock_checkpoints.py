@@ -4,7 +4,6 @@ import errno
 import os
 import resource
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,11 +28,11 @@ EPOCHS = 3
 
 
 class Torchtunes:
-    """Writes files as torchtune's checkpointers do; ``fail`` is called between the model and the recipe's state."""
+    """Writes files as torchtune's checkpointers do; ``error`` is raised between the model and the recipe's state."""
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir
-        self.fail: Callable[[], None] = lambda: None
+        self.error: Exception | None = None
 
     def save_checkpoint(self, state_dict: dict[str, Any], epoch: int, *, intermediate_checkpoint: bool) -> None:
         directory = self._output_dir / f"epoch_{epoch}"
@@ -41,7 +40,8 @@ class Torchtunes:
         (directory / "original" / "params.json").write_text("{}")
         (directory / "config.json").write_text("{}")
         torch.save(state_dict[training.MODEL_KEY], directory / "model-00001-of-00001.bin")
-        self.fail()
+        if self.error is not None:
+            raise self.error
         if intermediate_checkpoint:
             path = self._output_dir / "recipe_state" / "recipe_state.pt"
             path.parent.mkdir(exist_ok=True)
@@ -129,13 +129,6 @@ def test_a_checkpointer_that_is_not_torchtunes_saves_unchanged(tmp_path: Path) -
 # ---- what cannot be saved
 
 
-def fail_by(error: Exception) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -151,7 +144,7 @@ def test_an_epoch_that_cannot_be_saved_is_logged_and_earlier_ones_are_kept(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * 2**20))
     recipe.save(0)
     before = recipe.files()
-    recipe.torchtunes.fail = fail_by(error)
+    recipe.torchtunes.error = error
     recipe.save(1)  # nothing is raised yet, because other ranks wait
     assert recipe.files() == before
     caplog.clear()
@@ -162,27 +155,10 @@ def test_an_epoch_that_cannot_be_saved_is_logged_and_earlier_ones_are_kept(
     with pytest.raises(CheckpointError) as failure:
         recipe.whole.check_saved(Consensus(), is_last=True)
     assert str(failure.value) == sentence
-    recipe.torchtunes.fail = lambda: None
+    recipe.torchtunes.error = None
     recipe.save(1)
     recipe.whole.check_saved(Consensus(), is_last=True)
     assert recipe.weights_of(1) == [1, 1]
-
-
-def test_an_epoch_that_is_saved_again_replaces_the_one_before_unless_it_cannot_be_saved(recipe: Recipe) -> None:
-    recipe.save(0)
-    (recipe.path / "epoch_0" / "zzz_of_the_user.txt").touch()
-    before = recipe.files()
-    recipe.torchtunes.fail = fail_by(OSError(28, "No space left on device"))
-    recipe.save(0)
-    assert recipe.files() == before
-    assert [one.path.name for one in recipe.found()] == ["epoch_0"]
-    recipe.torchtunes.fail = lambda: None
-    recipe.save(0)
-    assert recipe.files() == [
-        *of_epoch(0, "recipe_state.pt"),
-        "epoch_0/zzz_of_the_user.txt",
-        "recipe_state/recipe_state.pt",
-    ]
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -213,6 +189,9 @@ def test_only_a_shortage_of_space_is_said_with_the_space(recipe: Recipe, monkeyp
     )
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**20, no_limit))
     assert recipe.folder.describe_space().endswith(f" in {recipe.path}, `ulimit -f` allows files of 1.0 MiB)")
+    recipe.path.rmdir()
+    assert recipe.folder.describe_space(FileNotFoundError(errno.ENOENT, "No such file")) == ""
+    assert recipe.folder.describe_space(CheckpointError("no folder")) == f" (no folder {recipe.path})"
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])

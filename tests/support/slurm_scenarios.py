@@ -90,9 +90,9 @@ class Scenarios:
         with mock.patch.dict("os.environ", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5"):  # in place of 100
             job = self._held(ONE_NODE)
         job.update("timelimit=2")
-        job.wait_for_restart()
+        job.wait_for_words(_SIGNALLED)
         job.update("timelimit=UNLIMITED")
-        job.release(HOLD)
+        job.wait_for_restart()
         return self._at_the_end(job, "one node, time limit near in too long a step", "#SBATCH --signal=B:TERM@120")
 
     def node_down(self) -> Outcome:

@@ -310,29 +310,12 @@ def test_a_loss_of_the_users_own_is_tried_before_training(power: int, adds_up: b
     recipe.trainer(oom_recovery=False)
 
 
-def test_a_run_recovers_from_an_error_unless_recovery_is_off_or_impossible(tmp_path: Path) -> None:
-    survivor, given = (Recipe(tmp_path / name, epochs=range(1)) for name in ("survivor", "given"))
-    trainer = survivor.trainer()
-    fault = Fault(5)
-
-    def fails_once(number: int, run: Any) -> Any:
-        with nullcontext() if trainer.global_step or number else fault:
-            return run()
-
-    wrap_micro_steps(trainer.recoverable, fails_once)
-    trainer.train()
-    assert fault.has_struck
-    assert figures(survivor.logger.steps, "micro_batch_size", "oom_retries")[0] == (1, 1)
-    smaller = given.trainer()
-    smaller.micro_batches.resize(1)
-    assert smaller.recoverable.recovers
-    smaller.train()
-    assert figures(survivor.logger.steps, "step", "loss") == figures(given.logger.steps, "step", "loss")
-    assert same_weights(survivor.model, given.model)
-    assert not Recipe(tmp_path / "off").trainer(oom_recovery=False).recoverable.recovers
-    cannot = Recipe(tmp_path / "cannot")
-    cannot.parts = replace(cannot.parts, why_unrecoverable="it is not built for this")
-    assert not cannot.trainer().recoverable.recovers
+def test_a_run_recovers_unless_recovery_is_off_or_impossible(tmp_path: Path) -> None:
+    recipe = Recipe(tmp_path)
+    assert recipe.trainer().recoverable.recovers
+    assert not recipe.trainer(oom_recovery=False).recoverable.recovers
+    recipe.parts = replace(recipe.parts, why_unrecoverable="it is not built for this")
+    assert not recipe.trainer().recoverable.recovers
 
 
 def grows_by_two(epoch: int, current_batch_size: int) -> int:
@@ -357,62 +340,26 @@ def test_a_batch_grows_and_the_rate_follows_over_the_same_schedule(tmp_path: Pat
     assert [entry["epoch"] for entry in history(tmp_path)] == [0, 1, 2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [2, 6, 7, 9], ids=lambda step: f"step {step}")
-def test_a_run_resumed_from_a_step_equals_the_uninterrupted_one(step: int, tmp_path: Path) -> None:
-    """Step 6 is the last one of the first epoch, and after step 7 the batch has grown."""
-    whole = Recipe(tmp_path / "whole", epochs=range(3))
-    steps = train(whole, **GROWTH)
-    first = Recipe(tmp_path / "parts", epochs=range(3))
-    first.stop_requested = lambda: len(first.logger.steps) + 1 == step
-    with pytest.raises(RunEnded):
-        train(first, **GROWTH)
-    (checkpoint,) = first.parts.checkpoints.checkpoints()
-    assert checkpoint.path.name == f"step_{step}"
-    second = Recipe(tmp_path / "parts", epochs=range(checkpoint.epochs_run, 3))
-    torch.nn.init.zeros_(second.model.output.weight)  # the checkpoint has all weights
-    second.parts = replace(second.parts, resumed=checkpoint)
-    trainer = second.trainer(**GROWTH)
-    assert trainer.global_step == step
-    assert trainer.step_log.resumed == (checkpoint.path, step)
-    trainer.train()
-    names = ("step", "loss", "lr", "grad_norm", "batch_size")
-    assert figures(first.logger.steps + second.logger.steps, *names) == figures(steps, *names)
-    assert same_weights(whole.model, second.model)
-    assert second.states[-1].config == whole.states[-1].config
-    epoch, epoch_step = {2: (0, 2), 6: (0, 6), 7: (1, 1), 9: (1, 3)}[step]
-    reasons = [entry["reason"] for entry in history(tmp_path / "parts")]
-    assert f"growth, resumed at epoch {epoch}, step {epoch_step}" in reasons
-    assert not any("resumed with changes" in reason for reason in reasons)
-    (resumed,) = events_in(tmp_path / "parts" / "output", "resumed")
-    assert resumed["checkpoint"] == str(checkpoint.path)
-    logged = [line["step"] for line in lines_in(tmp_path / "parts" / "output") if "event" not in line]
-    assert logged == [one["step"] for one in steps]
-
-
-def test_a_batch_has_grown_once_in_the_epoch_within_which_a_run_resumes(tmp_path: Path) -> None:
-    """With larger steps none of this epoch is done yet."""
-    first = Recipe(tmp_path, epochs=range(3))
-    first.stop_requested = lambda: len(first.logger.steps) == 6
-    with pytest.raises(RunEnded):
-        train(first, **GROWTH)
-    (checkpoint,) = first.parts.checkpoints.checkpoints()
-    assert first.logger.steps[-1]["batch_size"] == 4
-    second = Recipe(tmp_path, epochs=range(1, 3))
-    second.parts = replace(second.parts, resumed=checkpoint, micro_steps=2)
-    assert [step["batch_size"] for step in train(second, **GROWTH)] == [4, 6]
-
-
-def test_with_torchtunes_keys_alone_a_resumed_run_goes_on_with_its_schedule(tmp_path: Path) -> None:
-    whole = train(Recipe(tmp_path / "whole"))
-    first = Recipe(tmp_path / "parts")
+def test_a_run_resumed_from_a_step_goes_on_with_its_schedule_and_its_log(tmp_path: Path) -> None:
+    whole, first, second = Recipe(tmp_path / "whole"), Recipe(tmp_path / "parts"), Recipe(tmp_path / "parts")
+    steps = train(whole)
     first.stop_requested = lambda: len(first.logger.steps) == 1
     with pytest.raises(RunEnded):
         train(first)
     (checkpoint,) = first.parts.checkpoints.checkpoints()
-    second = Recipe(tmp_path / "parts")
+    torch.nn.init.zeros_(second.model.output.weight)  # the checkpoint has all weights
     second.parts = replace(second.parts, resumed=checkpoint)
-    assert figures(first.logger.steps + train(second), "step", "lr", "loss") == figures(whole, "step", "lr", "loss")
+    trainer = second.trainer()
+    assert trainer.step_log.resumed == (checkpoint.path, 2)
+    trainer.train()
+    names = ("step", "lr", "loss", "grad_norm")
+    assert figures(first.logger.steps + second.logger.steps, *names) == figures(steps, *names)
+    assert same_weights(whole.model, second.model)
+    assert second.states[-1].config == whole.states[-1].config
+    (resumed,) = events_in(tmp_path / "parts" / "output", "resumed")
+    assert resumed["checkpoint"] == str(checkpoint.path)
+    logged = [line["step"] for line in lines_in(tmp_path / "parts" / "output") if "event" not in line]
+    assert logged == [one["step"] for one in steps]
 
 
 def test_steps_are_saved_and_kept_as_the_settings_say(tmp_path: Path) -> None:

@@ -227,20 +227,11 @@ def test_scaling_again_and_again_does_not_compound(build: Any, tensors: bool) ->
 
 
 def test_without_a_scheduler_all_optimizers_are_scaled() -> None:
-    optimizers = [optimizer_of(0.1), optimizer_of(0.2)]
-    rate = LearningRate(
-        None,
-        optimizers,
-        lambda steps, last: None,
-        total_epochs=EPOCHS,
-        schedule_steps=STEPS,
-        rule="linear",
-        reference_samples=16,
-    )
-    rate.begin(epoch=0, step=0, steps_per_epoch=STEPS, grows=False)
-    rate.scale(32)
-    rate.step()
-    assert [rates_of(optimizer) for optimizer in optimizers] == [[0.2], [0.4]]
+    run, other = Run(0.1, rule="linear", build=None), optimizer_of(0.2)
+    run.rate.optimizers = [run.optimizer, other]
+    run.begin(grows=False).rate.scale(32)
+    run.rate.step()
+    assert (rates_of(run.optimizer), rates_of(other)) == ([0.2], [0.4])
 
 
 @pytest.mark.parametrize("grows", [True, False], ids=["may grow", "stays"])
@@ -253,35 +244,27 @@ def test_a_resumed_run_gives_all_optimizers_the_rate_of_the_one_with_the_schedul
     assert rates_of(other) == rates_of(run.optimizer) == [0.1 * PLAIN[10]]
 
 
-def test_without_a_scheduler_the_configs_rate_is_saved_with_the_optimizer() -> None:
-    run, resumed = Run(0.1, rule="linear", build=None).begin(), Run(0.1, rule="linear", build=None)
-    run.rate.scale(32)
-    resumed.optimizer.load_state_dict(run.optimizer.state_dict())
-    resumed.begin(epoch=1, step=10).rate.scale(48)
-    assert rates_of(resumed.optimizer) == pytest.approx([0.3])
-
-
-@pytest.mark.parametrize("build", [None, decay_to_zero], ids=["scaled", "with a scheduler"])
-@pytest.mark.parametrize("tensors", [False, True])
-def test_a_run_that_is_resumed_without_scaling_and_scheduler_has_the_configs_rate(
-    build: Callable[[torch.optim.Optimizer], BuildScheduler] | None, tensors: bool
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+@pytest.mark.parametrize(
+    ("before", "after", "rule", "rates"),
+    [
+        (None, None, "linear", [0.3] * 3),
+        (None, None, "none", [0.1] * 3),
+        (decay_to_zero, None, "none", [0.1] * 3),
+        (decay_to_zero, decay_to_zero, "linear", [0.3 * rate for rate in PLAIN[10:]]),
+    ],
+    ids=["scaled", "no longer scaled", "no longer scaled, without its scheduler", "scaled, with a scheduler"],
+)
+def test_a_resumed_run_has_the_rate_of_its_config_not_that_which_was_saved(
+    before: Any, after: Any, rule: LearningRateScaling, rates: list[float], tensors: bool
 ) -> None:
-    run = Run(0.1, rule="linear", build=build, tensors=tensors).begin()
-    resumed = Run(0.1, build=None, tensors=tensors)
-    run.rate.scale(32)
-    run.take(10)
-    resumed.optimizer.load_state_dict(run.optimizer.state_dict())
-    resumed.begin(epoch=1, step=10)
-    assert resumed.first(3) == pytest.approx([0.1] * 3)
-
-
-def test_with_a_scheduler_a_resumed_run_is_scaled_from_the_configs_rate() -> None:
-    run, resumed = Run(0.1, rule="linear").begin(), Run(0.1, rule="linear")
+    run = Run(0.1, rule="linear", build=before, tensors=tensors).begin()
+    resumed = Run(0.1, rule=rule, build=after, tensors=tensors)
     run.rate.scale(32)
     run.take(10)
     resumed.optimizer.load_state_dict(run.optimizer.state_dict())
     resumed.begin(epoch=1, step=10).rate.scale(48)
-    assert resumed.first(30) == pytest.approx([0.3 * (1 - step / 40) for step in range(10, 40)])
+    assert resumed.first(len(rates)) == pytest.approx(rates)
 
 
 # ---- state

@@ -20,9 +20,6 @@ from torchtune_adaptive.training.nodes import NodeWatch, watch_nodes
 
 LONGEST_WAIT_S = 60.0
 HOST = socket.gethostname()
-# As they are outside of these tests.
-BEAT_S, NEWS_S, SAVE_S = nodes._LOOK_S, 2 * nodes._NEWS_S, nodes._LONGEST_SAVE_S
-GONE_S = nodes._GONE_LOOKS * nodes._LOOK_S
 
 
 @pytest.fixture(autouse=True)
@@ -99,10 +96,6 @@ def test_a_node_that_does_not_beat_is_gone(beats: list[int], said: list[str], mo
         if look in beats:
             second.look()
         assert first.look() == sentence
-
-
-def test_the_times_are_those_of_the_documents() -> None:
-    assert (BEAT_S, GONE_S, NEWS_S, SAVE_S) == (0.5, 30.0, 5.0, 600.0)
 
 
 def test_each_node_watches_the_next_one_that_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:

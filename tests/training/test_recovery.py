@@ -21,7 +21,6 @@ from torchtune_adaptive.engine.recovery import dry_run
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
-from torchtune_adaptive.errors import NothingFitsError
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 from torchtune_adaptive.training.assembly import prepare_recovery
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
@@ -33,7 +32,6 @@ from torchtune_adaptive.training.optimizers import OptimizerStep
 from torchtune_adaptive.training.train_step import TrainStep
 
 CPU = torch.device("cpu")
-FAULT = "OutOfMemoryError: CUDA out of memory (a fault on purpose)"
 
 
 def rows_of(*lengths: int) -> list[Row]:
@@ -41,19 +39,6 @@ def rows_of(*lengths: int) -> list[Row]:
 
 
 ROWS = rows_of(1, 3, 2, 1, 3, 2, 1, 1)
-
-
-class Beside(Consensus):
-    """This rank as the second of two, of which the first reports its memory pressure as ``other``."""
-
-    def __init__(self, other: Any) -> None:
-        super().__init__()
-        self._other = other
-        self.ranks = (0, 1)
-
-    def from_all_ranks(self, value: Any) -> list[Any]:
-        is_pressure = isinstance(value, tuple) and isinstance(value[0], MemoryPressure)
-        return [self._other, value] if is_pressure else [value]
 
 
 class CachingMeter(CpuMeter):
@@ -89,15 +74,13 @@ class Toy:
         recovers: bool = True,
         why_not: str = "",
         meter: CpuMeter | None = None,
-        consensus: Consensus | None = None,
-        steps_done: int = 0,
         adam: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(2, 1)
         self.cuts: list[int] = []
         self.events: list[MemoryEvent] = []
-        phases, consensus = Phases([self.model], meter), consensus or Consensus()
+        phases, consensus = Phases([self.model], meter), Consensus()
         optimizer: Any = torch.optim.AdamW if adam else partial(torch.optim.SGD, momentum=0.9)
         self.optimizer = optimizer(self.model.parameters(), lr=0.01)
         self.step = TrainStep(
@@ -109,7 +92,7 @@ class Toy:
             phases=phases,
             meter=meter,
         )
-        self.micro_batches = MicroBatcher(limit, TokenRows(-100), Consensus(), ROWS)
+        self.micro_batches = MicroBatcher(limit, TokenRows(-100), consensus, ROWS)
         self.watch = PressureWatch(consensus, meter, phases)
         self.recoverable = RecoverableStep(
             self.model,
@@ -118,7 +101,6 @@ class Toy:
             optimizer=self.optimizer,
             on_event=self.events.append,
             watch=self.watch,
-            steps_done=steps_done,
         )
         loop = self.step.loop(consensus)
         prepare_recovery(self.recoverable, loop, self.watch, ROWS, is_wanted=recovers, why_not=why_not)
@@ -132,9 +114,9 @@ class Toy:
         self.cuts.append(len(rows))
         return torch.tensor([[float(row["tokens"][0]), float(len(row["tokens"]))] for row in rows])
 
-    def failing_at(self, *numbers: int, phase: str = "forward") -> "Toy":
-        """Return this toy; from now on, micro-steps with these numbers run out of memory in ``phase``."""
-        wrap_micro_steps(self.recoverable, partial(under, {number: Fault(0, phase=phase) for number in numbers}))
+    def failing_at(self, *numbers: int) -> "Toy":
+        """Return this toy; from now on, micro-steps with these numbers run out of memory."""
+        wrap_micro_steps(self.recoverable, partial(under, {number: Fault(0) for number in numbers}))
         return self
 
     def sums(self, rows: list[Row] = ROWS, *, measured: bool = False) -> Loss:
@@ -151,57 +133,19 @@ class Toy:
 # ---- out of memory
 
 
-@pytest.mark.parametrize(
-    ("number", "phase", "limit", "half"),
-    [
-        (0, "forward", RowLimit(4), RowLimit(2)),
-        (1, "loss", RowLimit(4), RowLimit(2)),
-        (1, "backward", RowLimit(4), RowLimit(2)),
-        (0, "backward", TokenLimit(24), TokenLimit(12)),
-    ],
-)
-def test_a_step_out_of_memory_is_run_again_in_halves_and_trains_the_same(
-    number: int, phase: str, limit: MicroBatchLimit, half: MicroBatchLimit
-) -> None:
-    toy, halved = Toy(limit).failing_at(number, phase=phase), Toy(half)
-    parameters = toy.train()
-    assert toy.micro_batches.limit == half
-    assert toy.recoverable.retries == 1
-    assert same_bits(parameters, halved.train())
-    torch.testing.assert_close(parameters, Toy(RowLimit(8)).train())
-    assert toy.cuts[number + 1 :] == halved.cuts
+def test_a_step_out_of_memory_is_run_again_in_halves_of_its_tokens() -> None:
+    toy, halved = Toy(TokenLimit(24)).failing_at(0), Toy(TokenLimit(12))
+    assert same_bits(toy.train(), halved.train())
+    assert (toy.micro_batches.limit, toy.cuts[1:]) == (TokenLimit(12), halved.cuts)
     assert toy.micro_batches.take_padding() == halved.micro_batches.take_padding()  # the failed attempt is not counted
 
 
-def test_a_step_may_run_out_of_memory_again_and_again_and_the_next_one_begins_where_it_ended() -> None:
-    toy = Toy(RowLimit(8)).failing_at(0, 1, 3)
-    parameters = toy.train()
-    assert toy.recoverable.retries == 3
-    assert toy.cuts[-8:] == [1] * 8
-    assert same_bits(parameters, Toy(RowLimit(1)).train())
-    wrap_micro_steps(toy.recoverable, None)
-    toy.cuts.clear()
-    toy.train()
-    assert toy.cuts == [1] * 8
-
-
-@pytest.mark.parametrize(
-    ("other", "cause"),
-    [
-        (
-            (MemoryPressure.NONE, "optimizer", "peak 1, limit 2", None),
-            f"rank 1 ran out of memory in forward (not metered: {FAULT})",
-        ),
-        (
-            (MemoryPressure.OUT_OF_MEMORY, "backward", "peak 1, limit 2", "x " * 150),
-            f"ranks 0, 1 ran out of memory in backward (peak 1, limit 2: {'x ' * 97}[...])",
-        ),
-    ],
-)
-def test_all_ranks_that_were_out_of_memory_are_named_with_the_figures_of_the_first(other: Any, cause: str) -> None:
-    toy = Toy(RowLimit(4), consensus=Beside(other), steps_done=6).failing_at(0)
-    toy.train()
-    assert list(map(str, toy.events)) == [f"micro-batch 4 -> 2 rows: in step 7 {cause}"]
+def test_an_event_names_all_ranks_that_were_out_of_memory_and_shortens_the_error() -> None:
+    pressure, error = MemoryPressure.OUT_OF_MEMORY, "x " * 150
+    assert str(MemoryEvent(7, pressure, (0, 1), "backward", "peak 1, limit 2", error, 4, 2, "rows")) == (
+        "micro-batch 4 -> 2 rows: in step 7 ranks 0, 1 ran out of memory in backward"
+        f" (peak 1, limit 2: {'x ' * 97}[...])"
+    )
 
 
 def test_a_meters_figures_are_named_and_it_is_not_reset() -> None:
@@ -212,20 +156,6 @@ def test_a_meters_figures_are_named_and_it_is_not_reset() -> None:
         toy.train()
     assert toy.events[0].figures == "peak 512 B, now 1.0 KiB available"
     assert "before" in meter.phase_peak_bytes
-
-
-@pytest.mark.parametrize(
-    ("limit", "rows", "numbers"), [(RowLimit(2), ROWS, [0, 8]), (TokenLimit(3), rows_of(3, 2), [1])]
-)
-def test_where_a_single_row_does_not_fit_the_run_ends(
-    limit: MicroBatchLimit, rows: list[Row], numbers: list[int]
-) -> None:
-    toy = Toy(limit).failing_at(*numbers)
-    with pytest.raises(NothingFitsError):
-        toy.train(rows)
-    assert toy.recoverable.retries == len(numbers) - 1
-    assert toy.micro_batches.limit == limit.of_size(1 if len(numbers) > 1 else limit.size)
-    assert all(parameter.grad is None for parameter in toy.model.parameters())
 
 
 # ---- without recovery

@@ -50,19 +50,14 @@ def test_each_line_is_written_at_once_and_a_number_that_is_not_finite_is_null(tm
     ]
 
 
-def test_lines_of_another_run_are_dropped(tmp_path: Path) -> None:
+def test_a_new_run_begins_a_new_file_and_lines_of_another_run_are_dropped(tmp_path: Path) -> None:
     begun(tmp_path, run="a").append(step=1, loss=0.5)
     begun(tmp_path, run="a", step=1).append(step=2, loss=0.25)
     assert names_in(tmp_path) == [("started", 0), (None, 1), ("resumed", 1), (None, 2)]
-    begun(tmp_path, run="b", step=2)
-    assert lines_in(tmp_path) == [{"event": "resumed", "step": 2, "run": "b"}]
-
-
-def test_a_decision_is_written_and_kept_with_its_figures(tmp_path: Path) -> None:
-    run_log = begun(tmp_path)
-    run_log.note("micro-batch 2 -> 1 rows", step=7, epoch=3, batch_size=2, micro_batch_size=1)
-    entry = {"step": 7, "epoch": 3, "batch_size": 2, "micro_batch_size": 1, "reason": "micro-batch 2 -> 1 rows"}
-    assert run_log.history == events_in(tmp_path, "sizes") == [entry]
+    begun(tmp_path, run="b", step=2).note("old", step=3, epoch=0, batch_size=1)
+    assert names_in(tmp_path) == [("resumed", 2), ("sizes", 3)]
+    assert begun(tmp_path, run="b").history == []
+    assert lines_in(tmp_path) == [{"event": "started", "step": 0, "run": "b"}]
 
 
 def test_a_search_is_written_with_everything_that_it_found(tmp_path: Path) -> None:
@@ -85,14 +80,6 @@ def test_other_ranks_keep_the_history_and_write_nothing(tmp_path: Path) -> None:
     assert not run_log.is_open
     assert list(tmp_path.iterdir()) == []
     assert [entry["reason"] for entry in run_log.history] == ["config"]
-
-
-def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:
-    begun(tmp_path).note("old", step=1, epoch=0, batch_size=1)
-    second = begun(tmp_path)
-    second.append(step=1)
-    assert names_in(tmp_path) == [("started", 0), (None, 1)]
-    assert second.history == []
 
 
 def test_a_resumed_run_has_no_step_or_decision_twice_and_drops_a_truncated_line(tmp_path: Path) -> None:

@@ -72,7 +72,6 @@ CASES = {
         8,
     ),
     "of stock": (Case({}, epochs_run=2), StartingPoint(4, 60, 30), 120),
-    "of stock, with what was found": (Case(MAXIMUM, SEARCHED, epochs_run=3), StartingPoint(8, 45, 15), 8),
     "of stock, as if the batch had grown": (  # 6 and 8 rows: 20 and 15 steps
         Case(GROWS, SEARCHED, epochs_run=2),
         StartingPoint(8, 35, 30),
@@ -106,11 +105,6 @@ CASES = {
     "ours, within an epoch, where a step of the present size begins": (
         Case({}, epochs_run=2, saved=replace(SAVED, epoch_samples=47)),
         StartingPoint(4, 77, 25, epoch_steps=5),
-        120,
-    ),
-    "ours, within an epoch that has fewer steps now": (
-        Case({}, epochs_run=2, saved=replace(SAVED, epoch_samples=248)),
-        StartingPoint(4, 77, 25, epoch_steps=30),
         120,
     ),
     "ours, from a global batch to rows within an epoch, whose increase is in the plan": (

@@ -18,7 +18,6 @@ from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent
-from torchtune_adaptive.schedule import GradientNorms, gradient_noise_scale
 from torchtune_adaptive.training import step_log
 from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
@@ -52,13 +51,12 @@ class Parts:
         *,
         is_global: bool = False,
         meter: MemoryMeter | None = None,
-        schedule: Any = None,
     ) -> None:
         self.micro_batches = MicroBatcher(limit or RowLimit(8), TokenRows(-100), Consensus(), [])
         self.step: Any = SimpleNamespace(policy=SimpleNamespace(learning_rate=0.01), meter=meter)
         self.recoverable: Any = SimpleNamespace(retries=3, events=())
         self.loader: Any = SimpleNamespace(samples_per_step=64, is_global=is_global, batch_size=16)
-        self.growth = BatchGrowth(schedule, total_epochs=1, samples_per_unit=1, consensus=Consensus())
+        self.growth = BatchGrowth(None, total_epochs=1, samples_per_unit=1, consensus=Consensus())
         self.logger = Logger()
         self.run_log = RunLog("never begun", writes=False)
         self.finished: list[tuple[Path, int]] = []
@@ -111,17 +109,6 @@ def test_a_global_batch_in_tokens_is_logged_by_its_own_names() -> None:
     assert parts.logger.steps[1]["max_tokens_per_micro_batch"] == 4096
 
 
-def test_optional_figures_of_a_step_are_logged_where_it_has_them() -> None:
-    schedule = gradient_noise_scale(min_measurements=1)
-    schedule.observe(GradientNorms(small_samples=4, small_norm_squared=11.0, samples=8, norm_squared=6.0))
-    parts = Parts(schedule=schedule)
-    result = replace(RESULT, metrics={"accuracy": 0.75, "margin": 2.0}, grad_norm=0.0)
-    parts.log().write(1, result, epoch=0, seconds=1.0)
-    beside = {"accuracy": 0.75, "margin": 2.0, "grad_norm": 0.0, "gradient_noise_scale": 40.0}
-    logged = parts.logger.steps[1]
-    assert {name: logged[name] for name in logged.keys() - ALWAYS - {"batch_size", "micro_batch_size"}} == beside
-
-
 def test_every_nth_step_is_logged_with_the_padding_of_all_steps_since_the_last() -> None:
     parts = Parts()
     log = parts.log(every_steps=3)
@@ -131,12 +118,12 @@ def test_every_nth_step_is_logged_with_the_padding_of_all_steps_since_the_last()
     assert {step: logged["padding"] for step, logged in parts.logger.steps.items()} == {3: 0.5, 6: 0.5}
 
 
-def test_other_ranks_log_nothing() -> None:
+def test_other_ranks_log_nothing_and_name_no_odd_step(caplog: pytest.LogCaptureFixture) -> None:
     parts = Parts()
     silent = parts.log(writes=False)
-    silent.write(1, RESULT, epoch=0, seconds=1.0)
+    silent.write(1, replace(RESULT, loss=math.nan, weight=0.0), epoch=0, seconds=1.0)
     assert (silent.writes, parts.log().writes) == (False, True)
-    assert parts.logger.steps == {}
+    assert (parts.logger.steps, caplog.messages) == ({}, [])
 
 
 def test_a_meters_peak_is_the_highest_so_far() -> None:
@@ -261,8 +248,3 @@ def test_the_first_step_without_a_target_is_named_once(tmp_path: Path, caplog: p
     (said,) = caplog.messages
     assert said.startswith("Step 2 has no target: all labels are masked.")
     assert events_in(tmp_path, "no target") == [{"step": 2}]
-
-
-def test_other_ranks_name_no_odd_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    odd_run(Parts(), {2: replace(RESULT, loss=math.nan, weight=0.0)}, tmp_path, writes=False)
-    assert caplog.messages == []

@@ -167,6 +167,16 @@ def test_the_weight_is_the_default_number_of_tokens() -> None:
     assert taken(step, cut(ROWS, [1, 3])).num_tokens == 4
 
 
+def test_where_nothing_counts_figures_are_zero_and_the_optimizer_steps_all_the_same() -> None:
+    """The weight decay of torchtune's usual optimizer still acts."""
+    model = toy_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    policy = OptimizerStep(model, [optimizer], ranks=1, max_grad_norm=1.0)
+    result = taken(step_of(model, policy=policy), [[ROWS[2]]])
+    assert result == StepResult(0.0, 0.0, 10, {"mean_x": 0.0, "one": 0.0}, grad_norm=0.0)
+    assert model.weight.item() == pytest.approx(W * (1 - LR * 0.1))
+
+
 @pytest.mark.parametrize("max_norm", [0.5, 3.0, 4.5, 1000.0])
 def test_gradients_are_clipped_after_normalization_and_the_norm_is_that_before_clipping(max_norm: float) -> None:
     model = toy_model()
@@ -386,31 +396,6 @@ def test_the_loss_is_that_of_each_token_given_those_before_it(
     torch.testing.assert_close(found.total, mean * num_tokens)
 
 
-def collate_tokens(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    return {name: torch.stack([row[name] for row in rows]) for name in ("tokens", "labels")}
-
-
-TOKEN_ROWS: list[Row] = [{"tokens": tokens, "labels": labels} for tokens, labels in zip(TOKENS, LABELS, strict=True)]
-
-
-@pytest.mark.parametrize("chunks", [None, 3], ids=["whole", "in chunks"])
-def test_a_row_weighs_the_same_for_every_cut_unless_it_is_to_weigh_as_in_torchtune(chunks: int | None) -> None:
-    def losses(*, weight_depends_on_cut: bool) -> list[float]:
-        found = []
-        for places in ([], [1]):
-            objective = next_token(chunks, weight_depends_on_cut=weight_depends_on_cut)
-            step = step_of(toy_model(), objective=objective, collate=collate_tokens)
-            sums = [step.micro_step(MicroBatch(rows)) for rows in cut(TOKEN_ROWS, places)]
-            total = functools.reduce(operator.add, sums)
-            found.append(total.total.item() / total.weight.item())
-        return found
-
-    whole, in_two = losses(weight_depends_on_cut=False)
-    assert in_two == pytest.approx(whole, rel=1e-6)
-    whole, in_two = losses(weight_depends_on_cut=True)
-    assert abs(in_two - whole) > 1e-3
-
-
 class MaskedMean(nn.Module):
     """A user's own loss, which divides by the number of unmasked labels, also if there is none."""
 
@@ -437,22 +422,6 @@ def test_rows_that_predict_nothing_have_no_gradient_for_any_loss(
     gradients = [parameter.grad for parameter in model.parameters()]
     assert gradients
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
-
-
-def test_a_step_in_which_nothing_counts_changes_nothing() -> None:
-    model = toy_model()
-    result = taken(step_of(model, max_grad_norm=1.0), [[ROWS[2]]])
-    assert model.weight.item() == W
-    assert (result.loss, result.weight, result.grad_norm) == (0.0, 0.0, 0.0)
-    assert result.metrics == {"mean_x": 0.0, "one": 0.0}
-
-
-def test_the_optimizer_also_steps_where_nothing_counts() -> None:
-    """The weight decay of torchtune's usual optimizer still acts."""
-    model = toy_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
-    taken(step_of(model, policy=OptimizerStep(model, [optimizer], ranks=1, max_grad_norm=None)), [[ROWS[2]]])
-    assert model.weight.item() == pytest.approx(W * (1 - LR * 0.1))
 
 
 def test_the_model_gets_all_of_the_batch_except_the_labels() -> None:

@@ -66,21 +66,6 @@ def growth_by(
 # ---- the decision for one epoch
 
 
-@pytest.mark.parametrize(
-    ("answer", "maximum", "batch_size", "reason"),
-    [
-        (8, 24, 24, "epoch 2: increase of 8 granted, batch_size 16 -> 24"),
-        (8, 20, 16, "epoch 2: increase of 8 refused, 16 + 8 = 24 is above the maximum of 20"),
-        (0, 20, 16, "epoch 2: no increase, batch_size stays 16"),
-    ],
-)
-def test_an_increase_is_granted_up_to_the_maximum_and_refused_entirely_above_it(
-    answer: int, maximum: int, batch_size: int, reason: str
-) -> None:
-    growth = next_batch_size(lambda *_: answer, epoch=2, batch_size=16, maximum=maximum)
-    assert (growth.batch_size, growth.increment, growth.reason) == (batch_size, answer, reason)
-
-
 @given(noise_scale=st.floats(0, 500), maximum=st.integers(1, 60))
 def test_the_increase_of_a_measured_schedule_is_cut_to_the_maximum(noise_scale: float, maximum: int) -> None:
     schedule = gradient_noise_scale(max_factor=4, min_measurements=1)

@@ -94,20 +94,15 @@ def test_fewer_samples_than_ranks_are_refused() -> None:
 # ---- one epoch after another
 
 
-def test_samples_left_over_at_an_epochs_end_begin_the_first_step_of_the_next_epoch() -> None:
-    loader = step_loader(dataset_of(17), batch_size=2, micro_steps=3, ranks=1)
+@pytest.mark.parametrize(("batch_size", "rows"), [(2, 10), (3, 13)], ids=["same size", "larger batch"])
+def test_samples_left_over_at_an_epochs_end_begin_the_first_step_of_the_next_epoch(batch_size: int, rows: int) -> None:
+    loader = step_loader(dataset_of(17), batch_size=2, micro_steps=3)
     assert steps_of(loader, 0) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]  # 12 to 15 are left, 16 fills no batch
-    first, second = loader.steps(1)
-    assert places(first.rows) == [12, 13, 14, 15, 0, 1, 2, 3, 4, 5]
-    assert (first.largest_share, first.num_samples) == (10, 10)
-    assert places(second.rows) == [6, 7, 8, 9, 10, 11]
-
-
-def test_left_over_samples_are_kept_when_the_batch_size_changes() -> None:
-    loader = step_loader(dataset_of(10), batch_size=2, micro_steps=2)
-    assert steps_of(loader, 0) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    loader.set_batch_size(3)
-    assert steps_of(loader, 1) == [[8, 9, 0, 1, 2, 3, 4, 5]]
+    loader.set_batch_size(batch_size)
+    first, *others = loader.steps(1)
+    assert places(first.rows) == [12, 13, 14, 15, *range(rows - 4)]
+    assert (first.largest_share, first.num_samples) == (rows, rows)
+    assert [places(one.rows) for one in others] == [list(range(6, 12))] * (batch_size == 2)
 
 
 def test_a_bound_on_steps_ends_the_epoch_and_leaves_nothing_over() -> None:

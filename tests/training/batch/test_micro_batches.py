@@ -204,8 +204,9 @@ def test_a_reduced_limit_stays_reduced_when_more_rows_are_asked_for() -> None:
 def test_a_lower_limit_helps_if_some_micro_batch_has_more_than_a_row(
     limit: MicroBatchLimit, lengths: list[int], can: bool
 ) -> None:
-    samples = samples_of(*lengths, most=len(lengths))
-    assert batcher(limit).reduce(samples) is can
+    samples, batches = samples_of(*lengths, most=len(lengths)), batcher(limit)
+    assert batches.reduce(samples) is can
+    assert (batches.limit == limit) is not can
     assert batcher(limit, With(0)).reduce(samples) is can
     assert batcher(limit, With(1)).reduce(samples) is True  # on another rank
 

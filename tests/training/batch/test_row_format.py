@@ -12,7 +12,7 @@ from torchtune.datasets import ConcatDataset, PackedDataset
 from tests.support.toys import Samples
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.training.batch.row_format import PreferenceRows, Row, TokenRows, check_row_length, is_packed
+from torchtune_adaptive.training.batch.row_format import PreferenceRows, Row, TokenRows, is_packed
 
 ROWS = TokenRows(-100)
 
@@ -168,16 +168,6 @@ def test_packs_are_told_from_other_data() -> None:
     assert not any(map(is_packed, unpacked))
 
 
-def test_rows_longer_than_the_model_has_positions_are_refused() -> None:
-    model: Any = torch.nn.Linear(1, 1)
-    check_row_length(10**6, model)  # the model has no limit
-    model.max_seq_len = 64
-    check_row_length(64, model)
-    with pytest.raises(InputError) as refusal:
-        check_row_length(65, model)
-    assert str(refusal.value) == "Rows have 65 tokens, but the model takes at most 64."
-
-
 # ---- pairs of answers
 
 PAIRS = PreferenceRows()
@@ -213,10 +203,3 @@ def test_a_silent_pair_has_no_label() -> None:
     row = PAIRS.masked(pair(9, 3))
     assert set(row["chosen_labels"] + row["rejected_labels"]) == {-100}
     assert len(row["chosen_labels"]) == len(row["chosen_input_ids"]) == 9
-
-
-def test_a_pair_above_the_token_budget_is_refused_with_the_tokens_of_both_rows() -> None:
-    dataset = [pair(3, 3), pair(9, 3)]
-    PAIRS.check_lengths(dataset, max_tokens=18, consensus=Consensus())
-    with pytest.raises(InputError, match="at least 18, the tokens of sample 1, but is 17"):
-        PAIRS.check_lengths(dataset, max_tokens=17, consensus=Consensus())
