@@ -63,15 +63,17 @@ def recoveries(rank: int, sharding: str) -> dict[str, Any]:
     return found
 
 
-def expected(after: int) -> dict[str, Any]:
-    return dict.fromkeys(HOSTS, ([(1, BATCH, after)], 1, (0.0, {})))
+def expected(*steps: int) -> dict[str, Any]:
+    """The micro-batch is halved in these steps, of which the first is logged."""
+    return dict.fromkeys(HOSTS, ([(step, BATCH, BATCH // 2) for step in steps], 1, (0.0, {})))
 
 
 def test_one_process() -> None:
-    assert run_alone(recoveries, 0, "") == expected(BATCH // 2)
+    """The size has never fitted, so it is not tried again in this epoch."""
+    assert run_alone(recoveries, 0, "") == expected(1)
 
 
 @pytest.mark.parametrize("sharding", ["", "load"], ids=["ddp", "fsdp2"])
 def test_two_ranks(sharding: str) -> None:
-    """The other rank's micro-batch fits, so that only those as large as the one that failed are cut: all of them."""
-    assert run_on_ranks(recoveries, 2, sharding) == [expected(BATCH)] * 2
+    """The size has fitted on the other rank, so it is tried again in the next step."""
+    assert run_on_ranks(recoveries, 2, sharding) == [expected(1, 2)] * 2

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.documents import REPOSITORY, blocks
 from tests.support.faults import WIDTH, same_bits, tensors_of, under
 from tests.support.layers import RunningMean
-from tests.support.ranks import run_alone, run_on_ranks
+from tests.support.ranks import DEVICE, run_alone, run_on_ranks
 from tests.support.recovery_trials import ROWS, Case, Trials
 from torchtune_adaptive import (
     InputError,
@@ -677,7 +677,7 @@ def _on_two(rank: int) -> dict[str, Any]:
         _tried_again,
         _faults_in_a_chunked_loss,
         _validations,
-        _page_prints,
+        *([_page_prints] if DEVICE == "cpu" else []),  # its limit of 4 MiB is for a CPU
     )
     return {scenario.__name__: scenario(rank) for scenario in scenarios}
 
