@@ -5,6 +5,7 @@ import functools
 import gc
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ hypothesis.settings.register_profile("tests", derandomize=True, deadline=None)  
 hypothesis.settings.load_profile("tests")
 gc.disable()  # until tests are collected: a third of the time of imports would go into a search for garbage
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported, so before any fixture
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` runs would ignore it, as they should
 _START_PROCESSES = {"run_on_ranks", "run_alone", "tune_run", "launched", "subprocess", "getfixturevalue"}
 
 
