@@ -18,7 +18,9 @@ hypothesis.settings.register_profile("tests", derandomize=True, deadline=None)  
 hypothesis.settings.load_profile("tests")
 gc.disable()  # until tests are collected: a third of the time of imports would go into a search for garbage
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported, so before any fixture
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` runs would ignore it, as they should
+signal.signal(
+    signal.SIGHUP, signal.SIG_DFL
+)  # under `nohup` it is ignored, and so it would be by the runs that tests start
 _START_PROCESSES = {"run_on_ranks", "run_alone", "tune_run", "launched", "subprocess", "getfixturevalue"}
 
 

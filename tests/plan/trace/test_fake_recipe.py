@@ -27,6 +27,7 @@ from torchtune_adaptive.stock.configs import load_config
 
 SEQ_LEN = 64
 SHALLOW, LAYERS = "model.num_layers=1", "model.num_layers=3"  # as few layers as a test needs
+RANKS = 4
 CUDA = ("device=cuda", "dtype=bf16", SHALLOW)
 
 
@@ -92,7 +93,7 @@ def test_where_layers_differ_or_cannot_be_left_out_the_whole_model_is_traced(
 
 def _kinds() -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    sharded = trace_config(_cfg("full", LAYERS), world_size=4, seq_lens=[SEQ_LEN])
+    sharded = trace_config(_cfg("full", LAYERS), world_size=RANKS, seq_lens=[SEQ_LEN])
     seen["parameters"], seen["sharded"] = sharded.num_parameters, sharded.peaks[0].moment(2, "clip").at(2)
     seen["gathered"] = sharded.peaks[0].moment(2, "forward").at(2)["gathered parameters"]
     on_host = trace_config(_cfg("full", *CUDA, "fsdp_cpu_offload=True"), world_size=4, seq_lens=[SEQ_LEN])
@@ -163,7 +164,7 @@ def kinds() -> dict[str, Any]:
 
 
 def test_parameters_gradients_and_state_are_those_of_a_rank(kinds: dict[str, Any]) -> None:
-    of_rank = 4 * kinds["parameters"] / 4
+    of_rank = torch.float32.itemsize * kinds["parameters"] / RANKS
     found = kinds["sharded"]
     assert found["gradients"] == of_rank
     assert of_rank <= found["parameters"] <= 1.3 * of_rank + 2**20  # the buffers beside them are whole on each rank

@@ -56,7 +56,7 @@ def summary(result: SearchResult, seq_len: int) -> str:
 
 
 def rounding_text(result: SearchResult) -> str:
-    """ ", rounded down to 4"; nothing if the largest size that fits is not rounded."""
+    """What follows the largest size that fits: ", rounded down to 4", or nothing."""
     return "" if result.batch_size == result.exact_batch_size else f", rounded down to {result.batch_size}"
 
 
