@@ -54,6 +54,7 @@ def test_a_step_may_have_micro_batches_of_more_than_eight_sizes(model: PartlyCom
     assert model.compiled == set(SIZES)
 
 
+@pytest.mark.slow
 def test_more_than_eight_sizes_may_be_searched_and_trained(model: PartlyCompiled) -> None:
     def train_step(samples: torch.Tensor) -> None:
         model(samples).square().sum().backward()

@@ -259,6 +259,7 @@ def test_the_picture_of_steps_has_a_panel_for_each_figure_and_names_what_happene
     assert found.isdisjoint({"micro-batch [tokens per rank]", "allocator thrashing"})
 
 
+@pytest.mark.slow
 def test_the_same_run_gives_the_same_picture(drawn: Path) -> None:
     search, _ = pictures(read_run(drawn.parent))
     assert search.svg() == (drawn / "report_search.svg").read_text()

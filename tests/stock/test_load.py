@@ -74,6 +74,7 @@ def test_a_group_that_cannot_start_is_refused_with_what_the_environment_says(
     assert "\n" not in said
 
 
+@pytest.mark.slow
 def test_a_recipes_own_group_that_cannot_start_is_refused(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ def steps_with_loops(draw: st.DrawFn) -> Callable[[int], Timeline]:
     return step
 
 
+@pytest.mark.slow
 @properties
 @given(steps_with_loops(), st.sampled_from([(2, 3), (2, 4), (3, 7)]))
 def test_a_step_that_loops_over_rows_has_the_forecast_peak_at_every_size(

@@ -329,6 +329,7 @@ def nothing_is_frozen() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_frozen")
 def test_only_new_garbage_is_searched_and_all_of_it_is_freed() -> None:
     old = [[] for _ in range(1000)]

@@ -105,6 +105,7 @@ def polynomial(*coefficients: float) -> Law:
 coefficients = st.tuples(st.integers(0, 10**9), *(st.just(0) | st.integers(1, 10**6) for _ in range(3)))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(coefficients, min_size=1, max_size=5), st.integers(1, 20_000), st.floats(0, 0.999))
 def test_operations_that_follow_different_polynomials_take_few_steps_and_few_errors(
@@ -118,6 +119,7 @@ def test_operations_that_follow_different_polynomials_take_few_steps_and_few_err
     assert found.is_cheap(), found.tried
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.sampled_from([1.5, 2.0, 2.5, 3.0]),

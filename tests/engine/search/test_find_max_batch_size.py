@@ -635,6 +635,7 @@ def test_steps_that_always_run_different_operations_are_searched_by_their_peaks_
     assert caplog.text.count("ran different operations: the forecast goes by their peaks alone") == 1
 
 
+@pytest.mark.slow
 def test_probes_look_for_garbage_only_among_their_own_objects() -> None:
     frozen: list[int] = []
 
