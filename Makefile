@@ -130,7 +130,7 @@ simulated-gpu: $(STAMP) $(SIMULATED_STAMP) $(TORCHTITAN_STAMP)
 		PYTHONPATH="$(CURDIR)/.venv-simulated-gpu/torch_alone" .venv-torchtitan/bin/python -m pytest -W ignore \
 		-m integrations tests/integrations/test_torchtitan_allocation_failures.py
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu \
-		--parts calibrate,sizes,recovery,thrashing,tokens,strategies
+		--parts sizes,recovery,thrashing,tokens,strategies
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.search
 
 # torch as it is for CUDA, with stand-ins for CUDA itself: see tests/simulated_gpu/README.md.

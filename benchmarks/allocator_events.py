@@ -29,6 +29,7 @@ from benchmarks.tables import publish, table
 from tests.support.allocator import rises_by_events
 from tests.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.memory.devices import meter_for
+from torchtune_adaptive.plan.replay import exact
 from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.tiny import make_tiny_assets
 
@@ -90,7 +91,7 @@ def compare(case: Case, tiny_dir: Path, directory: Path) -> dict[str, Comparison
     for name, cfg in variants(case, plain):
         step = Tracer().step(cfg, world_size=1, seq_lens=[case.seq_len])
         seen = run_on_ranks(peaks_by_events, 1, cfg, timeout_s=1200)[0]
-        found[name] = Comparison([step.peaks[0].peak_bytes(size) for size in SIZES], seen)
+        found[name] = Comparison([exact(step.lengths[0].at(size)).allocated_bytes for size in SIZES], seen)
     return found
 
 

@@ -40,7 +40,8 @@ from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES, Probe
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.decide import BatchSizes, Device
 from torchtune_adaptive.plan.gpu import Overhead
-from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
+from torchtune_adaptive.plan.replay import StepMemory, exact
+from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
 from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.settings import STRATEGIES, Strategy
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, make_tiny_assets
@@ -307,9 +308,8 @@ class Comparison:
     @property
     def phase_error_bytes(self) -> float:
         """The largest difference in any phase of any size."""
-        peaks = self._peaks()
         return max(
-            abs(peaks.phases(probe.batch_size).get(phase, math.inf) - peak_bytes)
+            abs(self._memory(probe.batch_size).phases.get(phase, math.inf) - peak_bytes)
             for probe in self.truths[0].complete
             for phase, peak_bytes in probe.phase_peak_bytes.items()
             if phase  # no name: before the first phase
@@ -320,7 +320,7 @@ class Comparison:
         """The most rows that fit by the forecast."""
         limit_bytes = usable_bytes(self.truths[0].limit_bytes, MARGIN)
         device = Device(name="cpu", memory_bytes=limit_bytes, margin=0, overhead=Overhead.none())
-        largest = BatchSizes(self._peaks(), device).largest
+        largest = BatchSizes(self._step, device).largest
         return MOST_ROWS if largest is None else min(largest, MOST_ROWS)
 
     def misses(self) -> list[str]:
@@ -345,15 +345,18 @@ class Comparison:
         return [text for text, is_so in found_wrong.items() if is_so]
 
     def _errors(self) -> list[tuple[int, float]]:
-        peaks = self._peaks()
         return [
-            (probe.batch_size, peaks.peak_bytes(probe.batch_size) / probe.peak_bytes - 1)
+            (probe.batch_size, self._memory(probe.batch_size).allocated_bytes / probe.peak_bytes - 1)
             for probe in self.truths[0].complete
         ]
 
-    def _peaks(self) -> StepPeaks:
+    def _memory(self, batch_size: int) -> StepMemory:
+        return exact(self._step.at(batch_size))
+
+    @property
+    def _step(self) -> StepEvents:
         assert isinstance(self.forecast, TracedStep)
-        return self.forecast.peaks[0]
+        return self.forecast.lengths[0]
 
 
 def compare(cases: list[Case], tiny_dir: Path, directory: Path) -> list[Comparison]:

@@ -31,7 +31,6 @@ _ROOT = Path(__file__).parent.parent
 RESULTS = _ROOT / "benchmarks" / "results"
 # Seconds that a part may take on a GPU. A part that has to choose does the most important first.
 PARTS = {
-    "calibrate": 60,
     "sizes": 420,
     "recovery": 100,
     "thrashing": 45,

@@ -26,11 +26,10 @@ FOLDER = Path(__file__).parent
 POINTS, RESULT = FOLDER / "published_hugging_face.json", FOLDER / "results" / "published_hugging_face.md"
 GIB = 2**30
 ABOUT = """\
-*published* and *ours* are GiB. Ours is, for memory *allocated*: traced, with workspaces; *reserved*: with what the
-allocator cannot use as well; by the default constants for a GPU that nobody has calibrated. Plans are of the versions
-above; the points are of those named in them. Points of several GPUs were measured with FSDP1; plans are of FSDP2. Where
-the row length is not published, the longest possible one is planned. Sources, quotations and doubts are in
-`benchmarks/published_hugging_face.json`.
+*published* and *ours* are GiB. Ours is, for memory *allocated*: tensors and workspaces; *reserved*: what torch's
+allocator takes for them. Plans are of the versions above; the points are of those named in them. Points of several
+GPUs were measured with FSDP1; plans are of FSDP2. Where the row length is not published, the longest possible one is
+planned. Sources, quotations and doubts are in `benchmarks/published_hugging_face.json`.
 """
 
 

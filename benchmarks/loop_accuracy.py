@@ -35,6 +35,7 @@ from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.replay import StepMemory, exact
 from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
 
 RESULTS = Path(__file__).parent / "results" / "loop_accuracy_cpu.md"
@@ -238,7 +239,7 @@ class Comparison:
         if isinstance(self.traced, str):
             return math.inf
         return max(
-            abs(self.traced.peaks.phases(one.num_samples).get(phase, math.inf) - peak_bytes)
+            abs(self._memory(one.num_samples).phases.get(phase, math.inf) - peak_bytes)
             for one in self.ranks[0]
             for phase, peak_bytes in one.phase_peak_bytes.items()
         )
@@ -249,14 +250,19 @@ class Comparison:
             return self.traced
         for one, error in zip(self.ranks[0], self._errors(), strict=True):
             if error:
-                traced = self.traced.peaks.moment(one.num_samples).operation
+                memory = self._memory(one.num_samples)
+                traced = memory.events[memory.live_bytes.index(memory.allocated_bytes)].operation
                 return f"{error:+.0f} bytes at {one.num_samples}: traced at {traced}, measured at {one.operation}"
         return ""
 
     def _errors(self) -> list[float]:
         if isinstance(self.traced, str):
             return []
-        return [self.traced.peaks.peak_bytes(one.num_samples) - one.peak_bytes for one in self.ranks[0]]
+        return [self._memory(one.num_samples).allocated_bytes - one.peak_bytes for one in self.ranks[0]]
+
+    def _memory(self, num_samples: int) -> StepMemory:
+        assert isinstance(self.traced, TracedLoop)
+        return exact(self.traced.step.at(num_samples))
 
 
 def compare(cases: list[Case]) -> list[Comparison]:

@@ -22,7 +22,7 @@ from benchmarks.tables import publish, table
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.config_plan import ConfigLaunch
 from torchtune_adaptive.plan.decide import Plan
-from torchtune_adaptive.plan.gpu import EXPANDABLE_FRAGMENTATION, FRAGMENTATION, Card, is_amd
+from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.stock.configs import load_config
 
@@ -30,15 +30,15 @@ POINTS = Path(__file__).parent / "published_gpu.json"
 COMMAND = "python -m benchmarks.published_points"
 GIB = 2**30
 MEMORY_BYTES = 80 * GIB  # of the card; no peak depends on it
+_CARDS = {"A100": "A100 80GB"}  # by what the source says
 
 ABOUT = """\
-*published* and *ours* are GiB. Ours is, for memory *allocated* or *active*: traced, with workspaces; *reserved*: with
-what the allocator cannot use as well; *nvidia-smi*: with what the process holds outside it too; all by the default
-constants for a GPU that nobody has calibrated. Plans are of torchtune 0.6.1; the points are of several versions, on
-the GPUs named. A point is *well specified* if batch size, row length, packing, dtype, optimizer, `compile` and
-checkpointing are known and no row of a data set decides. The well specified point of the group *process* is where
-the plan's figure for AMD's GPUs comes from, so that its error shows nothing. Sources, quotations, overrides and doubts
-are in `benchmarks/published_gpu.json`.
+*published* and *ours* are GiB. Ours is, for memory *allocated* or *active*: tensors and workspaces; *reserved*: what
+torch's allocator takes for them; *nvidia-smi*: with what the process is expected to hold outside it too. Plans are of
+torchtune 0.6.1; the points are of several versions, on the GPUs named. A point is *well specified* if batch size, row
+length, packing, dtype, optimizer, `compile` and checkpointing are known and no row of a data set decides. The well
+specified point of the group *process* is where the plan's figure for AMD's GPUs comes from, so that its error shows
+nothing. Sources, quotations, overrides and doubts are in `benchmarks/published_gpu.json`.
 """
 
 
@@ -113,7 +113,7 @@ def compare(point: Point) -> Compared:
     """Plan the point's run."""
     if point.missing is not None:
         return Compared(point, reason=f"{point.missing}: not published")
-    planned = _planned(*point.run, gpu="MI300X" if is_amd(point.gpu) else "any")
+    planned = _planned(*point.run, gpu=_CARDS.get(point.gpu, point.gpu))
     if isinstance(planned, str):
         return Compared(point, reason=planned)
     return Compared(point, planned_bytes(planned, point.quantity))
@@ -168,9 +168,6 @@ def document(compared: Sequence[Compared]) -> list[str]:
                 header = ["point", "GPU", "quantity", "published", "ours", "ratio"]
                 lines += [title, "", *table(header, rows), ""]
         lines.pop()
-    assumed = f"{FRAGMENTATION:.0%}, and {EXPANDABLE_FRAGMENTATION:.0%} with expandable segments"
-    lines += ["", "## Reserved above allocated", "", f"Where one run has both. A plan assumes {assumed}.", ""]
-    lines += table(["run", "GPU", "ranks", "allocated", "reserved", "above"], _fragmentation(compared))
     if refused:
         lines += ["", "## Not planned", "", *(f"- {one.point.name}: {one.reason}" for one in refused)]
     return lines
@@ -210,18 +207,6 @@ def _cells(compared: Compared) -> list[str]:
     assert compared.planned_bytes is not None
     figures = [f"{point.bytes / GIB:.2f}", f"{compared.planned_bytes / GIB:.2f}", f"{1 + compared.error:.3f}"]
     return [point.name, point.gpu, point.quantity, *figures]
-
-
-def _fragmentation(compared: Sequence[Compared]) -> Iterator[list[str]]:
-    """A row for each run whose allocated and reserved bytes are both published."""
-    points = {(one.point.run, one.point.gpu, one.point.quantity): one.point for one in compared}
-    for (run, gpu, quantity), allocated in points.items():
-        reserved = points.get((run, gpu, "reserved"))
-        if quantity == "allocated" and reserved is not None:
-            figures = [f"{point.bytes / GIB:.2f}" for point in (allocated, reserved)]
-            name = allocated.name.rpartition(", ")[0]
-            above = f"{100 * (reserved.bytes / allocated.bytes - 1):.1f} %"
-            yield [name, gpu, str(allocated.nproc_per_node), *figures, above]
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from benchmarks.tables import table
 from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.plan.decide import BatchSizes, Device
 from torchtune_adaptive.plan.gpu import Overhead
-from torchtune_adaptive.plan.trace.peaks import TracedStep
+from torchtune_adaptive.plan.replay import exact
+from torchtune_adaptive.plan.trace.step_events import TracedStep
 from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import is_lora, load_config
@@ -195,17 +196,17 @@ def _device(memory_bytes: int, margin: float) -> Device:
 
 
 def _cells(planned: Planned, step: TracedStep, margin: float) -> list[str]:
-    config, (peaks,) = planned.config, step.peaks
+    config, (events,) = planned.config, step.lengths
     own_batch_size = config.cfg.batch_size
-    largest = [BatchSizes(peaks, _device(size * GIB, margin)).largest for size in DEVICES_GIB]
+    largest = [BatchSizes(events, _device(size * GIB, margin)).largest for size in DEVICES_GIB]
     return [
         config.name,
         config.method,
         str(config.ranks),
         f"{step.num_parameters / 1e9:.2f}e9",
         str(config.row_tokens),
-        f"{peaks.peak_bytes(1) / GIB:.2f}",
-        f"{own_batch_size}: {peaks.peak_bytes(own_batch_size) / GIB:.2f}",
+        f"{exact(events.at(1)).allocated_bytes / GIB:.2f}",
+        f"{own_batch_size}: {exact(events.at(own_batch_size)).allocated_bytes / GIB:.2f}",
         f"{step.paged_bytes / GIB:.2f}" if step.paged_bytes else "",
         *("any" if batch_size is None else str(batch_size) for batch_size in largest),
         f"{planned.seconds:.1f}",

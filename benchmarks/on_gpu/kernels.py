@@ -14,7 +14,6 @@ from benchmarks.on_gpu.sizes import SIZES, cells, config_of, plan_of, searched, 
 from benchmarks.on_gpu.stage import Section, Stage
 from torchtune_adaptive.engine.search.throughput import tokens_per_second
 from torchtune_adaptive.errors import reason_of
-from torchtune_adaptive.plan.calibrate import CudaCard
 from torchtune_adaptive.text import format_bytes
 
 _SECONDS_FOR_ONE = 60.0
@@ -100,7 +99,11 @@ def _measured(stage: Stage, cfg: DictConfig) -> dict[str, Any]:
 
 
 def _outside_bytes(stage: Stage) -> list[int]:
-    return [] if stage.is_rehearsal else [CudaCard(stage.device).outside_bytes()]
+    """What is in use on the device, but for what torch's allocator has reserved."""
+    if stage.is_rehearsal:
+        return []
+    free_bytes, total_bytes = torch.cuda.mem_get_info(stage.device)
+    return [total_bytes - free_bytes - torch.cuda.memory_reserved(stage.device)]
 
 
 def _kernels_of_attention(run: Any) -> list[str]:

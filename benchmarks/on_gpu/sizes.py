@@ -16,8 +16,8 @@ from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.search.throughput import tokens_per_second
 from torchtune_adaptive.errors import InputError, NothingFitsError, reason_of
 from torchtune_adaptive.plan.config_plan import ConfigLaunch, as_traced
-from torchtune_adaptive.plan.gpu import Calibration, Card
-from torchtune_adaptive.plan.trace.peaks import TracedStep
+from torchtune_adaptive.plan.gpu import Card
+from torchtune_adaptive.plan.trace.step_events import TracedStep
 from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.settings import AdaptiveSettings
 
@@ -147,11 +147,9 @@ class Traced(Tracer):
 def plan_of(
     stage: Stage, cfg: DictConfig, limit_bytes: int, traced: "Future[TracedStep]", *, used: int | None
 ) -> dict[str, Any]:
-    """A plan for the limit once ``traced`` is done, with a calibration of this device if there is one."""
-    path = stage.calibration_path
+    """A plan for the limit once ``traced`` is done."""
     card_bytes = limit_bytes if stage.is_rehearsal else device_memory_bytes(stage.device)
-    calibration = Calibration.read(path) if path.exists() else None
-    card = Card(name=stage.limit_text(card_bytes), memory_bytes=card_bytes, calibration=calibration)
+    card = Card(name=stage.limit_text(card_bytes), memory_bytes=card_bytes)
     launch = ConfigLaunch(title="random weights", cfg=cfg, card=card, seq_lens=(stage.seq_len,))
     try:
         planned = launch.plan(Traced(traced.result()))
@@ -160,7 +158,7 @@ def plan_of(
     (length,) = planned.lengths
     found: dict[str, Any] = {"planned": length.largest_batch_size, "certain": length.safe_batch_size}
     if used is not None:
-        found["traced_peak_bytes"] = planned.size(used).peak_bytes
+        found["planned_bytes"] = planned.size(used).allocated_bytes
     return found
 
 
@@ -168,7 +166,7 @@ def cells(found: dict[str, Any]) -> list[str]:
     planned = str(found.get("planned", "refused"))
     if "refused" in found:
         return [planned, "0", *[""] * (len(SIZES) - 4)]
-    traced_bytes, usable_bytes = found.get("traced_peak_bytes"), found["usable_bytes"]
+    planned_bytes, usable_bytes = found.get("planned_bytes"), found["usable_bytes"]
     return [
         planned,
         str(found["exact"]),
@@ -179,7 +177,7 @@ def cells(found: dict[str, Any]) -> list[str]:
         f"{found['exact_peak_bytes'] / usable_bytes:.1%}",
         str(found["used"]),
         f"{found['used_peak_bytes'] / usable_bytes:.1%}",
-        "" if traced_bytes is None else f"{traced_bytes / found['allocated_peak_bytes']:.4f}",
+        "" if planned_bytes is None else f"{planned_bytes / found['allocated_peak_bytes']:.4f}",
     ]
 
 

@@ -80,11 +80,6 @@ class Stage:
         return has_values(self.device)
 
     @property
-    def calibration_path(self) -> Path:
-        """Where the calibration of the device is, once it has been made."""
-        return self.directory / "calibration.json"
-
-    @property
     def seconds_left(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()

@@ -15,7 +15,8 @@ from benchmarks.forecast_accuracy import (
 from benchmarks.live import live_recipe, loop_of
 from tests.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.search.strategies import Probe
-from torchtune_adaptive.plan.trace.peaks import TracedStep
+from torchtune_adaptive.plan.replay import exact
+from torchtune_adaptive.plan.trace.step_events import TracedStep
 
 RANKS = 2
 SIZES = (1, 5, 9)
@@ -87,14 +88,15 @@ def forecasts_and_steps(
 @pytest.mark.parametrize("kind", CASES)
 def test_every_phase_of_a_step_needs_what_was_forecast_to_the_byte(kind: str, forecasts_and_steps: Any) -> None:
     forecasts, (first, _) = forecasts_and_steps
-    (peaks,) = forecasts[kind].peaks
+    (step,) = forecasts[kind].lengths
     assert [probe.batch_size for probe in first[kind]] == list(SIZES)
     assert len({probe.peak_bytes for probe in first[kind]}) == len(SIZES)
     for probe in first[kind]:
-        forecast_of_phases = peaks.phases(probe.batch_size)
+        memory = exact(step.at(probe.batch_size))
+        forecast_of_phases = memory.phases
         assert list(forecast_of_phases) == PHASES
         assert {phase: probe.phase_peak_bytes[phase] for phase in PHASES} == forecast_of_phases
-        assert peaks.peak_bytes(probe.batch_size) == probe.peak_bytes
+        assert memory.allocated_bytes == probe.peak_bytes
 
 
 @pytest.mark.exhaustive

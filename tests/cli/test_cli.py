@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,25 +11,21 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from tests.plan.test_calibrate import FakeCard, traced
-from tests.support.plans import CALIBRATION, GIB, MIB, STEP, peaks, step_of, tables
+from tests.support.plans import GIB, MIB, rows_of, step_of, tables
 from tests.support.program import Ended, Program
-from torchtune_adaptive.engine.memory.timeline import Timeline
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan import calibrate as calibration
-from torchtune_adaptive.plan.calibrate import CalibrationLoop
-from torchtune_adaptive.plan.gpu import Calibration, memory_of
+from torchtune_adaptive.plan.gpu import memory_of
 from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.show import plot
 from torchtune_adaptive.plan.trace import config_steps
-from torchtune_adaptive.plan.trace.peaks import TracedStep
+from torchtune_adaptive.plan.trace.step_events import TracedStep
 
 FULL = ("plan", "--config", "tiny/full")
 CUDA = ("device=cuda", "adaptive.memory_limit=null")  # as the stock configs are
 
 
 class FakeTracing:
-    """For any config, a step that holds ``held_gib`` and 2 MiB for each token. Any whole step is ``STEP``.
+    """For any config, a step that holds ``held_gib`` and 2 MiB for each token.
 
     Remembers its requests. If ``refuses`` is set, it raises that sentence instead.
     """
@@ -44,13 +41,9 @@ class FakeTracing:
         if self.refuses is not None:
             raise InputError(self.refuses)
         lengths = (
-            peaks(seq_len, held_bytes=self.held_gib * GIB, bytes_per_row=2 * MIB * seq_len) for seq_len in seq_lens
+            rows_of(seq_len, held_bytes=self.held_gib * GIB, bytes_per_row=2 * MIB * seq_len) for seq_len in seq_lens
         )
         return step_of(*lengths, host=self.host)
-
-    def trace_whole_step(self, cfg: DictConfig, **asked: Any) -> dict[str, Timeline]:
-        self.requests.append({"config": cfg, **asked})
-        return STEP
 
     @property
     def only(self) -> dict[str, Any]:
@@ -62,8 +55,7 @@ class FakeTracing:
 def tracing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeTracing:
     """Replaces what traces; the rest of the program is real, and its cache of traces is empty."""
     fake = FakeTracing()
-    for name in ("trace_config", "trace_whole_step"):
-        monkeypatch.setattr(config_steps, name, getattr(fake, name))
+    monkeypatch.setattr(config_steps, "trace_config", fake.trace_config)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return fake
 
@@ -84,7 +76,7 @@ def test_a_plan_is_printed_as_tables(program: Program, tracing: FakeTracing) -> 
 def test_batches_that_are_asked_for_are_planned_from_the_same_trace(program: Program, tracing: FakeTracing) -> None:
     arguments = (*FULL, "--memory", "80GiB", "--seq-len", "1024", "--batch-size", "1,40", *CUDA)
     asked = tables(program(*arguments).out)[1]
-    assert [row[1:3] for row in asked] == [["batch", "fits"], ["1", "yes"], ["40", "no"]]
+    assert [row[1:3] for row in asked] == [["batch", "fits"], ["1", "fits"], ["40", "does not fit"]]
     ended = program(*arguments, "--json")
     content = json.loads(ended.out)
     assert (ended.status, ended.err) == (0, "")
@@ -110,27 +102,23 @@ def test_several_gpus_and_numbers_of_ranks_are_a_table_with_sentences_on_the_lea
     assert "\nRows of 65536 tokens do not fit on any of these.\n" in ended.out
     assert [row[4] for row in rows] == ["1.4 GiB", "2.8 GiB"] * 3
     assert "\nHost memory: a machine's peak, with all ranks on it.\n" in ended.out
-    added = ended.out.splitlines()[-2:]
-    assert [line.partition(": ")[0] for line in added] == ["- on 1 rank", "- on 2 ranks"]  # several ranks need NCCL
-    assert ["10% for fragmentation" in line for line in added] == [True, False]
+    added = [
+        re.fullmatch(r"Beside tensors, a process has on (.*?) [0-9.]+ .iB to .*", line)
+        for line in ended.out.splitlines()
+    ]
+    assert [found[1] for found in added if found] == [
+        "1 rank of 16GiB, 1 rank of 80GiB",  # of which only the size is known
+        "2 ranks of 16GiB, 2 ranks of 80GiB",  # with more for NCCL
+        "1 rank of H100",
+        "2 ranks of H100",
+    ]
     assert [request["world_size"] for request in tracing.requests] == [1, 2]  # once for all GPUs
     asked = tables(program(*FULL, *memory, "--seq-len", "1024", "--batch-size", "1,99", *CUDA).out)[0]
-    assert [row[2] for row in asked[1:]] == ["1 no, 99 no"] * 2 + ["1 yes, 99 no"] * 4
+    assert [row[2] for row in asked[1:]] == ["1 does not fit, 99 does not fit"] * 2 + ["1 fits, 99 does not fit"] * 4
     content = json.loads(program(*FULL, *memory, "--json", *CUDA).out)
     assert [(one["memory"], one["world_size"]) for one in content] == [
         (name, ranks) for name in ("16GiB", "80GiB", "H100") for ranks in (1, 2)
     ]
-
-
-def test_gpus_whose_overheads_differ_on_the_same_ranks_are_named(program: Program, tracing: FakeTracing) -> None:
-    ended = program(*FULL, "--memory", "H100,H200,MI300X", "--nproc_per_node", "1,4,8", "--seq-len", "1024", *CUDA)
-    added = [line.partition(": ")[::2] for line in ended.out.splitlines()[-3:]]
-    assert [where for where, _ in added] == [
-        "- on 1 rank",
-        "- on 4, 8 ranks of H100, H200",
-        "- on 4, 8 ranks of MI300X",
-    ]
-    assert [said.partition(" outside")[0] for _, said in added] == ["1.2 GiB", "1.8 GiB", "7.2 GiB"]
 
 
 @pytest.mark.parametrize(
@@ -158,16 +146,10 @@ def test_a_plot_is_of_the_longest_rows_and_the_requested_or_the_planned_batch(
 ) -> None:
     options = ("--plot", str(tmp_path / "step.svg"), "adaptive.growth_limit=none", "gradient_accumulation_steps=1")
     content = json.loads(program(*STEP_OPTIONS, *asked, *options, "--json").out)
-    _, step = tracing.requests
-    assert (step["world_size"], step["batch_size"], step["seq_len"]) == (1, batch_size, 2048)
-    assert step["config"]["gradient_accumulation_steps"] == 2  # as the plan is traced
+    assert tracing.only["config"]["gradient_accumulation_steps"] == 2  # nothing is traced for the plot alone
+    assert f"A batch of {batch_size} rows of 2,048 tokens" in (tmp_path / "step.svg").read_text()
     if not asked:
         assert content["lengths"][1]["used"]["batch_size"] == batch_size
-
-
-def test_no_whole_step_is_traced_unless_requested(program: Program, tracing: FakeTracing) -> None:
-    program(*STEP_OPTIONS)
-    assert len(tracing.requests) == 1
 
 
 @pytest.mark.parametrize("prints_json", [False, True])
@@ -273,15 +255,6 @@ def test_without_seq_len_lengths_are_those_of_the_config_else_the_usual_ones(
     assert tracing.only["seq_lens"] == seq_lens
 
 
-def test_a_calibration_changes_what_fits(program: Program, tracing: FakeTracing, tmp_path: Path) -> None:
-    CALIBRATION.write(tmp_path / "h100.json")
-    usual = json.loads(program(*FULL, "--memory", "H100", *CUDA, "--json").out)
-    measured = program(*FULL, "--memory", "H100", "--calibration", str(tmp_path / "h100.json"), *CUDA, "--json")
-    content = json.loads(measured.out)
-    assert "calibrated on H100" in content["overhead"]["source"]
-    assert content["lengths"][0]["largest_batch_size"] < usual["lengths"][0]["largest_batch_size"]
-
-
 def test_where_nothing_fits_ways_to_fit_follow(program: Program, tracing: FakeTracing) -> None:
     ended = program(*FULL, "--memory", "10GiB", "--seq-len", "8192,16384", *CUDA)
     assert ended.status == 0
@@ -329,14 +302,6 @@ def test_a_plan_ends_with_the_command_that_runs_it(
     last = program(*FULL, "--memory", "80GiB", *CUDA, *options).out.splitlines()[-1]
     run = f"  tune run{launcher} adaptive_full_finetune_{recipe} --config tiny/full"
     assert last == f"{run} {' '.join(CUDA)}{overrides}"
-
-
-def test_a_calibration_is_refused_for_several_gpus(program: Program, tracing: FakeTracing, tmp_path: Path) -> None:
-    CALIBRATION.write(tmp_path / "h100.json")
-    sentence = "`--calibration` is of one GPU, but `--memory` is 'H100,A100-80GB'."
-    arguments = (*FULL, "--memory", "H100,A100-80GB", "--calibration", str(tmp_path / "h100.json"), *CUDA)
-    program.refuses(*arguments, sentence=sentence)
-    assert tracing.requests == []
 
 
 def test_what_if_is_refused_for_several_batch_sizes(program: Program, tracing: FakeTracing) -> None:
@@ -442,7 +407,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "override without value": ([*MEMORY, "batch_size"], "must have the form key=value, but is 'batch_size' instead."),
     "misspelt key": ([*MEMORY, "adaptive.margn=0.1"], "did you mean `adaptive.margin`?"),
-    "calibration of nothing for a CPU": ([*MEMORY, "--calibration", "no_such.json"], "'no_such.json'"),
     "no accumulation": ([*MEMORY, "gradient_accumulation_steps=0"], "`gradient_accumulation_steps` must be at least 1"),
     "no epochs": ([*MEMORY, "epochs=0"], "`epochs` must be at least 1, but is 0 instead."),
     "clipping over meshes": (
@@ -452,10 +416,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "what would be saved, without a batch": (
         [*MEMORY, "--what-if", "~batch_size"],
         "`batch_size` must be an integer, but is None instead.",
-    ),
-    "calibration missing": (
-        [*MEMORY, *CUDA, "--calibration", "no_such.json"],
-        "`calibration` 'no_such.json' cannot be read: ",
     ),
     "a plot of another ending": (
         [*MEMORY, "--plot", "step.png"],
@@ -488,29 +448,3 @@ def test_a_bad_value_is_refused_in_one_sentence_before_anything_is_traced(
 def test_a_config_of_another_recipe_is_refused(name: str, word: str, program: Program, tracing: FakeTracing) -> None:
     program.refuses("plan", "--config", name, *MEMORY, sentence=word)
     assert tracing.requests == []
-
-
-# ---- calibrate
-
-
-@pytest.mark.parametrize("index", ["-1", "first"])
-def test_a_device_index_that_is_not_a_natural_number_is_refused(index: str, program: Program) -> None:
-    arguments = ("calibrate", "--output", "unwritten.json", "--device-index", index)
-    program.refuses(*arguments, sentence="`device_index` must be ")
-
-
-def test_a_calibration_prints_its_figures_and_its_file(
-    program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[int] = []
-
-    def card_of(index: int) -> FakeCard:
-        asked.append(index)
-        return FakeCard()
-
-    monkeypatch.setattr(calibration, "_cuda_card", card_of)
-    monkeypatch.setattr(CalibrationLoop, "traced_bytes", lambda _, batch_sizes: list(map(traced, batch_sizes)))
-    path = tmp_path / "card.json"
-    ended = program("calibrate", "--output", str(path), "--device-index", "3")
-    assert (ended.status, ended.err, asked) == (0, "", [3])
-    assert ended.out == f"Calibration of fake written to {path}: {Calibration.read(path)}\n"

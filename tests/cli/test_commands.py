@@ -16,7 +16,7 @@ from torchtune_adaptive.stock.installed import config_files
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted((REPOSITORY / "recipes").glob("*.py"))}
-COMMANDS = ("plan", "search", "report", "cp", "calibrate")
+COMMANDS = ("plan", "search", "report", "cp")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

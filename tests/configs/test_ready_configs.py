@@ -12,8 +12,8 @@ from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.training.checkpointing._utils import FormattedCheckpointFiles
 
-from torchtune_adaptive.engine.memory.timeline import sum_of_timelines
-from torchtune_adaptive.plan.trace.tracer import Tracer
+from torchtune_adaptive.plan.replay import exact
+from torchtune_adaptive.plan.trace.config_steps import steps_of
 from torchtune_adaptive.stock.checks import check_components, check_config
 from torchtune_adaptive.stock.configs import load_config, method_of, resolved
 from torchtune_adaptive.stock.installed import config_files, recipe_files
@@ -63,8 +63,8 @@ def _with_one_layer(build: Any, **arguments: Any) -> Any:
 )
 def test_a_config_can_be_planned(name: str, shallow_models: None) -> None:
     cfg = DictConfig(resolved(load_config(name)))
-    step = Tracer().whole_step(cfg, world_size=ranks_of(PATHS[name]), batch_size=2, seq_len=64)
-    assert max(sum_of_timelines(step.values()).live_bytes) > 0
+    with steps_of(cfg, world_size=ranks_of(PATHS[name])) as steps:
+        assert exact(steps.events(steps.num_layers, 2, 64)).allocated_bytes > 0
 
 
 def checkpoint_files(checkpointer: DictConfig) -> list[str]:

@@ -21,7 +21,9 @@ def test_it_answers_as_torch_has_answered(name: str) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_it_answers_as_torch_does(seed: int, name: str) -> None:
     calls = random_calls(seed, 1500)
-    for number, figures in enumerate(zip(of_model(calls, SETTINGS[name]), of_torch(calls, SETTINGS[name]), strict=True)):
+    for number, figures in enumerate(
+        zip(of_model(calls, SETTINGS[name]), of_torch(calls, SETTINGS[name]), strict=True)
+    ):
         assert figures[0] == figures[1], (number, calls[number])
 
 

@@ -1,16 +1,14 @@
 """The plan of any loop: what is traced is compared with the memory of a device."""
 
-import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.plans import CALIBRATION, GIB
+from tests.support.plans import GIB
 from torchtune_adaptive import InputError, plan_max_batch_size
-from torchtune_adaptive.plan.gpu import Overhead
+from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.show.as_json import plan_json
 
 WIDTH, TOKENS = 64, 128
@@ -47,7 +45,7 @@ def planned(**options: Any) -> Any:
 def test_the_largest_batch_on_a_cpu_is_the_last_whose_traced_peak_fits() -> None:
     plan = planned(margin=0.25)
     largest = plan.decisive.largest_batch_size
-    assert plan.size(largest).peak_bytes <= 0.75 * GIB < plan.size(largest + 1).peak_bytes
+    assert plan.size(largest).allocated_bytes <= 0.75 * GIB < plan.size(largest + 1).allocated_bytes
     assert (plan.decisive.safe_batch_size, plan.decisive.used.batch_size) == (largest, largest)
     weights = 4 * (WIDTH + 1) * 3 * WIDTH
     assert plan.decisive.used.kinds["parameters"] == weights
@@ -55,17 +53,18 @@ def test_the_largest_batch_on_a_cpu_is_the_last_whose_traced_peak_fits() -> None
     assert list(plan.decisive.used.phases) == ["forward", "backward", "optimizer"]
 
 
-def test_a_gpu_adds_what_it_adds_to_a_config() -> None:
-    plan = planned(device="cuda", memory="H100", ranks=1, batch_sizes=[3])
-    assert plan.device.overhead == Overhead.default(1, attention_width=TOKENS * WIDTH)
-    (size,) = plan.decisive.asked
-    scratch = 3 * plan.device.overhead.bytes_per_token
-    assert size.allocated_bytes == size.peak_bytes + plan.device.overhead.workspace_bytes + scratch
+def test_a_gpu_has_its_own_overhead_with_nccl_if_there_are_several_ranks() -> None:
+    alone, two = (planned(device="cuda", memory="H100", ranks=ranks, batch_sizes=[3]) for ranks in (1, 2))
+    card = Card.named("H100")
+    assert alone.device.overhead == card.overhead(1, has_group=False)
+    assert two.device.overhead == card.overhead(2)
+    (size,) = alone.decisive.asked
+    assert size.process_bytes == size.reserved_bytes + alone.device.outside_bytes
 
 
-def test_memory_for_attention_is_told_per_sample() -> None:
-    plan = planned(device="cuda", memory="24GiB")
-    assert f" {plan.device.overhead.bytes_per_token:,.0f} bytes per sample for attention," in str(plan)
+def test_a_setting_of_the_allocator_that_the_plan_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
+    assert "\nReserved bytes are those without max_split_size_mb:128, " in str(planned(device="cuda", memory="24GiB"))
 
 
 def compiled() -> Any:
@@ -83,7 +82,7 @@ def compiled_in_place() -> nn.Module:
 def test_a_compiled_model_is_planned_as_eager_code_and_the_plan_says_so(build_model: Any, device: Any) -> None:
     functions = make_optimizer, train_step, lambda n: torch.zeros(n, TOKENS, WIDTH)
     plan = plan_max_batch_size(build_model, *functions, memory="24GiB", device=device)
-    assert plan.step.peaks == planned(memory="24GiB", device=device).step.peaks
+    assert plan.step.lengths == planned(memory="24GiB", device=device).step.lengths
     assert plan.title == "Attending"
     assert plan.assumptions == "Planned without `torch.compile`, as eager code."
 
@@ -100,13 +99,7 @@ def test_a_compiled_function_is_planned_as_eager_code() -> None:
 
     make_batch = lambda n: torch.zeros(n, TOKENS, WIDTH)  # noqa: E731
     plan = plan_max_batch_size(Attending, make_optimizer, step, make_batch, memory="24GiB")
-    assert plan.step.peaks == planned(memory="24GiB", device="cuda").step.peaks
-
-
-def test_a_calibration_is_used(tmp_path: Path) -> None:
-    dataclasses.replace(CALIBRATION, gpu="NVIDIA H100 80GB HBM3").write(tmp_path / "h100.json")
-    plan = planned(device="cuda", memory="H100", calibration=tmp_path / "h100.json")
-    assert "calibrated on NVIDIA H100" in plan.device.overhead.source
+    assert plan.step.lengths == planned(memory="24GiB", device="cuda").step.lengths
 
 
 def test_a_plan_prints_as_tables_of_samples_and_has_a_json_form() -> None:

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from tests.support.plans import GIB, Asked, cfg_of, gives, peaks, planned, step_of
+from tests.support.plans import GIB, Asked, cfg_of, gives, planned, rows_of, step_of
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.config_plan import ConfigLaunch
 from torchtune_adaptive.plan.gpu import Card
 
 # Rows of 512 tokens; 10 of them fit.
-STEP = step_of(peaks(512, held_bytes=100, bytes_per_row=10))
+STEP = step_of(rows_of(512, held_bytes=100, bytes_per_row=10))
 EIGHT_GIB = Card(name="8GiB", memory_bytes=8 * GIB)
 
 
@@ -68,7 +68,7 @@ def test_the_batch_and_the_samples_of_a_run(settings: dict[str, Any], rows: int,
 
 @given(st.integers(1, 300), st.booleans(), st.none() | st.integers(1, 300))
 def test_a_search_uses_no_more_than_fits_or_is_allowed(fitting: int, power_of_two: bool, bound: int | None) -> None:
-    step = step_of(peaks(512, held_bytes=100, bytes_per_row=10))
+    step = step_of(rows_of(512, held_bytes=100, bytes_per_row=10))
     cfg = cfg_of(device="cpu", margin=0, power_of_two=power_of_two, max_batch_size=bound)
     used = planned(cfg, step, memory_bytes=100 + 10 * fitting).lengths[0].used.batch_size
     most = min(fitting, bound or fitting)
@@ -78,7 +78,7 @@ def test_a_search_uses_no_more_than_fits_or_is_allowed(fitting: int, power_of_tw
 
 def test_a_batch_that_does_not_fit_has_figures_too() -> None:
     used = planned(cfg_of(device="cpu", margin=0), STEP, memory_bytes=50).lengths[0].used
-    assert (used.batch_size, used.fits, used.peak_bytes) == (1, "no", 110)
+    assert (used.batch_size, used.fits, used.allocated_bytes) == (1, "does not fit", 110)
 
 
 def test_a_config_without_a_batch_size_is_refused_unless_it_searches() -> None:
@@ -97,7 +97,7 @@ def test_a_config_without_a_batch_size_is_refused_unless_it_searches() -> None:
     ids=lambda adaptive: next(iter(adaptive)),
 )
 def test_two_micro_steps_are_traced_where_training_may_take_any_number(adaptive: dict[str, Any]) -> None:
-    tracer = gives(step_of(peaks(512, held_bytes=GIB, bytes_per_row=GIB)))
+    tracer = gives(step_of(rows_of(512, held_bytes=GIB, bytes_per_row=GIB)))
     cfg = cfg_of(**adaptive)
     launch(cfg, world_size=8).plan(tracer)
     assert tracer.asked == [Asked(cfg_of(gradient_accumulation_steps=2, **adaptive), 8, (512,))]
@@ -105,7 +105,7 @@ def test_two_micro_steps_are_traced_where_training_may_take_any_number(adaptive:
 
 
 def test_two_micro_steps_are_traced_where_a_step_is_measured() -> None:
-    tracer = gives(step_of(peaks(512, held_bytes=GIB, bytes_per_row=GIB)))
+    tracer = gives(step_of(rows_of(512, held_bytes=GIB, bytes_per_row=GIB)))
     component = "torchtune_adaptive.schedule.gradient_noise_scale"
     cfg = OmegaConf.merge(cfg_of(), {"batch_increase_function": {"_component_": component}})
     assert isinstance(cfg, DictConfig)
@@ -114,14 +114,14 @@ def test_two_micro_steps_are_traced_where_a_step_is_measured() -> None:
 
 
 def test_the_config_is_traced_as_it_is_where_it_gives_the_number_of_micro_steps() -> None:
-    tracer = gives(step_of(peaks(512, held_bytes=GIB, bytes_per_row=GIB)))
+    tracer = gives(step_of(rows_of(512, held_bytes=GIB, bytes_per_row=GIB)))
     cfg = cfg_of(gradient_accumulation_steps=5)
     launch(cfg, world_size=8, seq_lens=(512, 1024)).plan(tracer)
     assert tracer.asked == [Asked(cfg, 8, (512, 1024))]
 
 
 def test_fewer_samples_per_step_than_ranks_are_refused_before_anything_is_traced() -> None:
-    tracer = gives(step_of(peaks(512, held_bytes=GIB, bytes_per_row=GIB)))
+    tracer = gives(step_of(rows_of(512, held_bytes=GIB, bytes_per_row=GIB)))
     with pytest.raises(InputError, match=r"at least the number of ranks \(8\), but is 7 instead\.$"):
         launch(cfg_of(global_batch_size=7), world_size=8).plan(tracer)
     assert tracer.asked == []

@@ -1,217 +1,78 @@
-"""The overhead of a GPU: its arithmetic, how its figures compare, and the refusal of bad calibrations."""
+"""What a process has on a GPU beside its tensors, and the memory of the GPUs that are known by name."""
 
-import dataclasses
-import json
-import math
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
-from tests.support.plans import CALIBRATION, GIB
+from tests.support.plans import GIB, MIB
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.gpu import (
-    CALIBRATED_UNCERTAINTY_BYTES,
-    EXPANDABLE_FRAGMENTATION,
-    KNOWN_GPUS,
-    NCCL_BYTES,
-    Calibration,
-    Card,
-    Overhead,
-    memory_of,
-)
+from torchtune_adaptive.plan.gpu import CONTEXTS_MIB, KNOWN_GPUS, AllocatorSettings, Card, memory_of
 
 GB = 10**9
 
-overheads = st.builds(
-    Overhead,
-    outside_bytes=st.floats(0, 4 * GIB),
-    workspace_bytes=st.floats(0, GIB),
-    bytes_per_token=st.floats(0, 1e5),
-    fragmentation=st.floats(0, 1),
-)
+
+# ---- beside tensors
 
 
-# ---- sums
+def test_nccl_counts_only_where_the_run_makes_a_group() -> None:
+    card = Card.named("H100")
+    alone, in_group, two, many = (
+        (one.least_outside_bytes, one.most_outside_bytes)
+        for one in (card.overhead(1, has_group=False), card.overhead(1), card.overhead(2), card.overhead(64))
+    )
+    assert alone == tuple(MIB * mib for mib in CONTEXTS_MIB["H100 80GB"])
+    assert in_group[0] - alone[0] == 512 * MIB  # what NCCL takes for one rank
+    assert two == many
+    assert two[1] > in_group[1]
 
 
-def test_a_process_may_use_no_more_than_the_limit_even_if_it_holds_more_outside_the_allocator() -> None:
-    overhead = Overhead(outside_bytes=300)
-    assert [overhead.usable_bytes(limit, 0.25) for limit in (100, 300, 700)] == [100, 300, 600]
+@pytest.mark.parametrize("name", [name for name, gpu in KNOWN_GPUS.items() if not gpu.is_amd])
+def test_every_card_has_a_context_of_its_own_and_one_of_unknown_name_that_of_any(name: str) -> None:
+    known, unknown = (Card.named(one).overhead(1, has_group=False) for one in (name, "80GiB"))
+    assert 0 < known.least_outside_bytes <= known.most_outside_bytes < GIB
+    assert unknown.least_outside_bytes <= known.least_outside_bytes
+    assert known.most_outside_bytes <= unknown.most_outside_bytes
 
 
-# ---- the kinds of overhead
+@pytest.mark.parametrize(("name", "mib"), [("T4", 8.125), ("A100-80GB", 8.125), ("RTX 4090", 8.125), ("H200", 32)])
+def test_each_of_two_threads_has_a_workspace_of_its_architecture(name: str, mib: float) -> None:
+    assert Card.named(name).overhead(1).workspaces == (int(mib * MIB),) * 2
 
 
-def test_a_single_rank_has_a_communicator_and_more_ranks_a_larger_one() -> None:
-    one, two, many = (Overhead.default(world_size).outside_bytes for world_size in (1, 2, 64))
-    assert one > 512 * 2**20  # what NCCL alone takes for one rank
-    assert one < two == many
-
-
-def test_several_of_amds_gpus_hold_more_outside_the_allocator() -> None:
-    ours, others = (Overhead.default(8, on_amd=on_amd) for on_amd in (True, False))
-    assert 13.58e9 < ours.outside_bytes + 5.6484 * GIB < 14e9  # published for 8 MI355X: process and reserved bytes
-    assert others.outside_bytes < 2 * GIB
-    assert Overhead.default(1, on_amd=True) == Overhead.default(1)
-
-
-def test_expandable_segments_add_less() -> None:
-    plain, expandable = Overhead.default(1), Overhead.default(1, expandable_segments=True)
-    assert expandable.reserved_bytes(10 * GIB) < plain.reserved_bytes(10 * GIB)
-
-
-def test_attention_takes_scratch_memory_in_the_backward_pass_alone() -> None:
-    plain, wide = Overhead.default(1), Overhead.default(1, attention_width=4096)
-    scratch = 8192 * wide.bytes_per_token
-    for phases, added in (
-        ({"loss": 10 * GIB}, 0),
-        ({"backward": 10 * GIB}, scratch),
-        ({"loss": 10 * GIB, "backward": 10 * GIB - 2**20}, scratch - 2**20),
-        ({"loss": 10 * GIB, "backward": 9 * GIB}, 0),
-    ):
-        assert wide.allocated_bytes(phases, num_tokens=8192) == plain.allocated_bytes(phases, num_tokens=8192) + added
-
-
-@pytest.mark.parametrize(("num_heads", "head_dim"), [(32, 128), (64, 128), (32, 64), (8, 32)])
-def test_the_scratch_of_a_token_holds_the_queries_gradient_and_the_softmax_in_float32(
-    num_heads: int, head_dim: int
-) -> None:
-    needed = 4 * num_heads * head_dim + 4 * num_heads
-    taken = Overhead.default(1, attention_width=num_heads * head_dim).bytes_per_token
-    assert needed <= taken <= 1.04 * needed
-
-
-def test_an_uncalibrated_forecast_is_uncertain_by_a_fraction_but_by_no_less_than_one_gib() -> None:
-    one, several = Overhead.default(1), Overhead.default(8)
-    assert one.uncertainty_bytes_at(10 * GIB) == GIB
-    assert one.uncertainty_bytes_at(50 * GIB) == 3 * GIB
-    assert several.uncertainty_bytes_at(50 * GIB) == 5 * GIB
-    assert "published" in several.source
-
-
-def test_the_allocator_of_several_ranks_has_more_that_it_cannot_use() -> None:
-    one, several = (Overhead.default(ranks).reserved_bytes(10 * GIB) for ranks in (1, 8))
-    assert several > 1.05 * one
-    allocated = [Overhead.default(ranks).allocated_bytes({"backward": 10 * GIB}) for ranks in (1, 8)]
-    assert allocated[0] == allocated[1] > 10 * GIB
-
-
-@pytest.mark.parametrize("field", ["outside_bytes", "workspace_bytes", "fragmentation", "uncertainty_fraction"])
-@pytest.mark.parametrize("value", [-1, math.nan, math.inf, True, "1"])
-def test_a_figure_that_is_not_a_number_from_zero_up_is_refused(field: str, value: Any) -> None:
-    with pytest.raises(InputError) as caught:
-        Overhead(**{field: value})
-    assert str(caught.value) == f"`{field}` must be a number from 0 up, but is {value!r} instead."
+def test_amds_gpus_hold_more_outside_the_allocator() -> None:
+    ours = Card.named("MI355X").overhead(8)
+    for published in (13.6e9, 14.0e9):  # processes on 8 MI355X that had 5.65 GiB reserved
+        assert ours.least_outside_bytes - GIB < published - 5.65 * GIB < ours.most_outside_bytes + GIB
 
 
 @pytest.mark.parametrize("world_size", [0, 1.5])
-def test_a_world_size_below_one_is_refused(world_size: Any) -> None:
+def test_a_world_size_below_one_is_refused(world_size: int) -> None:
     with pytest.raises(InputError, match="`world_size`"):
-        Overhead.default(world_size)
-
-
-# ---- calibrations
-
-
-def test_an_overhead_has_the_figures_of_its_calibration_and_less_uncertainty() -> None:
-    overhead = Overhead.calibrated(CALIBRATION, 1, attention_width=4096)
-    assert overhead.outside_bytes == CALIBRATION.context_bytes + CALIBRATION.nccl_bytes
-    assert overhead.reserved_bytes(overhead.allocated_bytes({"loss": 0})) == pytest.approx(GIB * 1.5)
-    assert overhead.allocated_bytes({"backward": 0}, num_tokens=10) == GIB + 10 * 2 * 100_000
-    assert "calibrated on H100 (1, torch 2, native)" in overhead.source
-    assert overhead.uncertainty_bytes_at(0) == CALIBRATION.misfit_bytes
-    assert overhead.uncertainty_bytes_at(90 * GIB) < Overhead.default(1).uncertainty_bytes_at(90 * GIB)
-
-
-def test_more_ranks_have_at_least_the_usual_nccl_fragmentation_and_uncertainty() -> None:
-    """A calibration measures one rank."""
-    measured = dataclasses.replace(CALIBRATION, nccl_bytes=5, misfit_bytes=5, fragmentation=0.01)
-    overhead, usual = Overhead.calibrated(measured, 8), Overhead.default(8)
-    assert overhead.outside_bytes == CALIBRATION.context_bytes + NCCL_BYTES
-    assert overhead.uncertainty_bytes == CALIBRATED_UNCERTAINTY_BYTES
-    assert overhead.fragmentation == usual.fragmentation > 0.01
-    assert overhead.uncertainty_fraction == usual.uncertainty_fraction
-    expandable = dataclasses.replace(measured, backend="native, expandable_segments:True")
-    assert Overhead.calibrated(expandable, 8).fragmentation == EXPANDABLE_FRAGMENTATION
-    assert Overhead.calibrated(dataclasses.replace(measured, fragmentation=0.4), 8).fragmentation == 0.4
-
-
-OF_A100 = dataclasses.replace(CALIBRATION, gpu="NVIDIA A100-SXM4-80GB", backend="native, default")
-
-
-@pytest.mark.parametrize("name", ["A100-80GB", "a100 80gb", "80GiB"])
-def test_a_calibration_is_for_the_gpu_that_was_measured_or_for_any_of_a_given_size(name: str, tmp_path: Path) -> None:
-    OF_A100.write(tmp_path / "file.json")
-    assert Card.named(name, calibration=tmp_path / "file.json").calibration == OF_A100
-
-
-def test_a_calibration_of_another_gpu_is_refused(tmp_path: Path) -> None:
-    OF_A100.write(tmp_path / "file.json")
-    with pytest.raises(InputError) as caught:
-        Card.named("h100", calibration=tmp_path / "file.json")
-    assert str(caught.value) == (
-        "`--calibration` must be of the GPU that is planned, H100 80GB, but is of 'NVIDIA A100-SXM4-80GB' instead."
-    )
+        Card.named("H100").overhead(world_size)
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_a_calibration_with_other_settings_of_the_allocator_is_refused(
-    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    OF_A100.write(tmp_path / "file.json")
-    monkeypatch.setenv(variable, "expandable_segments:True")
-    with pytest.raises(InputError) as caught:
-        Card.named("A100-80GB", calibration=tmp_path / "file.json")
-    assert str(caught.value) == (
-        "`PYTORCH_ALLOC_CONF` must be as it was when the GPU was calibrated (default), but is"
-        " 'expandable_segments:True' instead."
-    )
-
-
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "expected"),
     [
-        ("{", "cannot be read"),
-        pytest.param("[" * 100_000, "cannot be read", id="deep"),
-        ("[]", "must be of version 1"),
-        ("{}", "must be of version 1"),
-        ('{"version": 2}', "is of 2 instead"),
-        ('{"version": 1}', "`gpu` of a calibration must be text, but is None"),
+        ("", AllocatorSettings()),
+        ("expandable_segments:True", AllocatorSettings(expandable=True)),
+        ("pinned_use_background_threads:True, expandable_segments:true", AllocatorSettings(expandable=True)),
+        ("expandable_segments:False", AllocatorSettings()),
+        ("backend:native", AllocatorSettings()),
+        ("max_split_size_mb:128", AllocatorSettings(not_modelled=("max_split_size_mb:128",))),
+        ("backend:cudaMallocAsync", AllocatorSettings(not_modelled=("backend:cudaMallocAsync",))),
     ],
 )
-def test_a_file_that_is_not_a_calibration_is_refused_in_one_sentence_that_names_it(
-    tmp_path: Path, text: str, reason: str
+def test_the_allocators_settings_are_those_of_the_environment(
+    variable: str, text: str, expected: AllocatorSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "file.json"
-    path.write_text(text)
-    with pytest.raises(InputError) as caught:
-        Calibration.read(path)
-    message = str(caught.value)
-    assert reason in message
-    assert "file.json" in message
-    assert message.endswith(".")
-    assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("nccl_bytes", -1),
-        ("fragmentation", math.nan),
-        ("misfit_bytes", 10**400),
-        ("bytes_per_token", "8"),
-        ("driver", 580),
-    ],
-)
-def test_a_bad_value_in_a_calibration_is_refused_by_its_name(tmp_path: Path, field: str, value: Any) -> None:
-    path = tmp_path / "file.json"
-    CALIBRATION.write(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
-    with pytest.raises(InputError, match=f"`{field}` of a calibration must be"):
-        Calibration.read(path)
+    monkeypatch.setenv(variable, text)
+    assert AllocatorSettings.of_environment() == expected
+    overhead = Card.named("H100").overhead(1)
+    assert overhead.expandable == expected.expandable
+    assert all(setting in overhead.note for setting in expected.not_modelled)
+    assert bool(overhead.note) == bool(expected.not_modelled)
 
 
 # ---- known GPUs

@@ -13,8 +13,9 @@ from tests.support.ranks import run_alone, run_on_ranks
 from tests.support.recipe_runs import adaptive_recipe, metered_loop, set_up, tiny_config, without_saving
 from torchtune_adaptive.engine.search.probe import Prober
 from torchtune_adaptive.engine.search.strategies import Probe
+from torchtune_adaptive.plan.replay import exact
 from torchtune_adaptive.plan.trace.config_steps import steps_of, trace_config
-from torchtune_adaptive.plan.trace.peaks import TracedStep
+from torchtune_adaptive.plan.trace.step_events import TracedStep
 from torchtune_adaptive.training.sizes import probe_batch
 
 SEQ_LEN, IMAGES = 40, 2
@@ -69,21 +70,20 @@ def test_every_phase_needs_what_was_planned_to_the_byte(kind: str, ranks: int, p
     """On a CPU the row of a probe is in the metered memory too, from which its batches are made."""
     step = run_alone(_plan, kind, ranks, places)
     assert (step.images, step.tiles) == (IMAGES, images.MAX_TILES)
-    peaks = step.peaks[0]
     real = run_alone(_probes, 0, kind, places) if ranks == 1 else run_on_ranks(_probes, ranks, kind, places)[0]
     probes, row_bytes = real
     assert [probe.batch_size for probe in probes] == list(SIZES)
     for probe in probes:
-        planned = peaks.phases(probe.batch_size)
-        assert {phase: peak + row_bytes for phase, peak in planned.items()} == probe.phase_peak_bytes
-        assert peaks.peak_bytes(probe.batch_size) + row_bytes == probe.peak_bytes
+        memory = exact(step.lengths[0].at(probe.batch_size))
+        assert {phase: peak + row_bytes for phase, peak in memory.phases.items()} == probe.phase_peak_bytes
+        assert memory.allocated_bytes + row_bytes == probe.peak_bytes
 
 
-def _plans_of_lengths(places: tuple[Path, Path]) -> list[dict[str, float]]:
+def _plans_of_lengths(places: tuple[Path, Path]) -> list[dict[str, int]]:
     """Peaks of rows of 40 tokens, from those of shorter and longer ones, and traced."""
     cfg = _config("lora", places)
     plans = [trace_config(cfg, world_size=2, seq_lens=seq_lens) for seq_lens in ([16, SEQ_LEN, 64], [SEQ_LEN])]
-    return [next(one for one in plan.peaks if one.seq_len == SEQ_LEN).phases(5) for plan in plans]
+    return [exact(next(one for one in plan.lengths if one.seq_len == SEQ_LEN).at(5)).phases for plan in plans]
 
 
 @pytest.mark.exhaustive
@@ -93,12 +93,12 @@ def test_lengths_between_two_others_have_the_same_images(places: tuple[Path, Pat
 
 
 def _deep_plans(places: tuple[Path, Path]) -> Any:
-    """Which layers are traced; peaks and figures of the whole model from these layers, and from all."""
+    """Which layers are traced; events and figures of the whole model from these layers, and from all."""
     cfg = _config("lora", places, model__num_layers=12, gradient_accumulation_steps=1)
     with steps_of(cfg, world_size=2) as steps:
         layers = steps.layers_to_trace(SEQ_LEN)
         found = [
-            (steps.peaks([SEQ_LEN], one)[0].phases(7), steps.figures(one), steps.host_figures(one))
+            (steps.lengths([SEQ_LEN], one)[0].at(7), steps.figures(one), steps.host_figures(one))
             for one in (layers, (steps.num_layers,))
         ]
     return layers, found

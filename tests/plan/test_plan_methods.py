@@ -22,8 +22,9 @@ from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.engine.search.probe import Prober
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.replay import exact
 from torchtune_adaptive.plan.trace.config_steps import steps_of, trace_config
-from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
+from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
 from torchtune_adaptive.training.sizes import probe_batch
 
 SEQ_LEN = 40
@@ -117,16 +118,17 @@ def planned(tiny_dir: Path) -> Any:
 def test_every_phase_of_a_step_needs_what_was_planned_to_the_byte(
     kind: str, ranks: int, metered: Any, planned: Any
 ) -> None:
-    peaks: StepPeaks = planned(kind, ranks).peaks[0]
+    step: StepEvents = planned(kind, ranks).lengths[0]
     # One rank is planned as one device, where the stock teacher requires gradients, so its projections hold more.
     excepted = {"forward"} if (kind, ranks) == ("lora_kd", 1) else set()
     assert [probe.batch_size for probe in metered(kind, ranks)] == list(SIZES)
     for probe in metered(kind, ranks):
-        phases = peaks.phases(probe.batch_size)
+        memory = exact(step.at(probe.batch_size))
+        phases = memory.phases
         assert list(phases) == PHASES
         assert all(phases[phase] == probe.phase_peak_bytes[phase] for phase in set(PHASES) - excepted)
         assert all(phases[phase] >= probe.phase_peak_bytes[phase] for phase in excepted)
-        assert peaks.peak_bytes(probe.batch_size) == probe.peak_bytes
+        assert memory.allocated_bytes == probe.peak_bytes
 
 
 @pytest.mark.parametrize(("kind", "ranks"), CASES)
@@ -136,7 +138,7 @@ def test_a_reference_and_a_teacher_are_counted_as_frozen_models_and_a_row_of_dpo
     step: TracedStep = planned(kind, ranks)
     assert step.sequences == (2 if "dpo" in kind else 1)
     frozen, trained = step.num_frozen_parameters, step.num_parameters - step.num_frozen_parameters
-    kinds = [step.peaks[0].moment(2, phase).at(2) for phase in PHASES]
+    kinds = [exact(step.lengths[0].at(2)).kinds(phase) for phase in PHASES]
     if kind == "full_dpo":
         assert frozen == trained
         assert all(one["frozen models"] == one["parameters"] for one in kinds)
@@ -166,7 +168,7 @@ DEEPER = ("full_dpo", "full_qat")
 
 
 def _deep_plans(tiny_dir: Path) -> dict[str, Any]:
-    """Which layers are traced; peaks and figures of the whole models from these layers, and from all."""
+    """Which layers are traced; events and figures of the whole models from these layers, and from all."""
     found: dict[str, Any] = {}
     for kind in (*DEEPER, "lora_kd"):
         with steps_of(_config(kind, tiny_dir, **DEEP), world_size=2) as steps:
@@ -174,10 +176,7 @@ def _deep_plans(tiny_dir: Path) -> dict[str, Any]:
             ways = [layers, (steps.num_layers,)] if kind in DEEPER else []
             found[kind] = (
                 layers,
-                [
-                    (steps.peaks([SEQ_LEN], one)[0].phases(7), steps.figures(one), steps.host_figures(one))
-                    for one in ways
-                ],
+                [(steps.lengths([SEQ_LEN], one)[0].at(7), steps.figures(one), steps.host_figures(one)) for one in ways],
             )
     return found
 

@@ -1,6 +1,6 @@
 """Random calls of an allocator, and what torch's own allocator for CUDA and its model answer to them.
 
-    python -m tests.support.allocator_calls  # on a GPU or a simulated one: records tests/plan/allocator_calls.json
+python -m tests.support.allocator_calls  # on a GPU or a simulated one: records tests/plan/allocator_calls.json
 """
 
 import json

@@ -167,7 +167,7 @@ class PageCommands:
                         integers(option, text)
                 for gpu in parsed.memory.split(",") if parsed.memory else ():
                     memory_of(gpu)
-            plans = command == "plan" and parsed.calibration is None and parsed.hf is None  # which may be on the Hub
+            plans = command == "plan" and parsed.hf is None  # which may be on the Hub
             self.runs = plans or not self.output_dirs.isdisjoint(rest)
 
     def _run(self, arguments: list[str]) -> None:

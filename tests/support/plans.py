@@ -6,76 +6,60 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.engine.memory.timeline import Line, Timeline
 from torchtune_adaptive.plan.config_plan import ConfigLaunch
 from torchtune_adaptive.plan.decide import Plan
-from torchtune_adaptive.plan.gpu import NCCL_BYTES, Calibration, Card
-from torchtune_adaptive.plan.trace.peaks import Moment, StepPeaks, TracedStep
-from torchtune_adaptive.plan.trace.recorder import KINDS
+from torchtune_adaptive.plan.gpu import Card
+from torchtune_adaptive.plan.replay import exact
+from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events
+from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
 from torchtune_adaptive.plan.trace.tracer import Tracer
 
 MIB, GIB = 2**20, 2**30
-ATTENTION_WIDTH = 4096
-CALIBRATION = Calibration(
-    gpu="H100",
-    driver="1",
-    torch="2",
-    backend="native",
-    context_bytes=3 * GIB,
-    nccl_bytes=2 * NCCL_BYTES,
-    workspace_bytes=GIB,
-    bytes_per_token=100_000,
-    attention_width=2048,
-    fragmentation=0.5,
-    misfit_bytes=GIB,
-)
-_OPERATIONS = (
-    "aten.mm.default",
-    "aten.mm.default",
-    "aten.nll_loss_forward.default",
-    "aten.mm.default",
-    "aten.add_.Tensor",
-)
-_LIVE_MIB = {
-    "parameters": (2, 2, 2, 2, 2),
-    "optimizer state": (4, 4, 4, 4, 4),
-    "activations": (3, 6, 14, 6, 3),
-    "gradients": (0, 0, 0, 5, 0),
-}
+_MIB_OF_KINDS = {"parameters": 2, "optimizer state": 4}
+_PLACES = [  # what is taken, and by its index what is given back
+    ("forward", "aten.mm.default", "activations", 3),
+    ("forward", "aten.mm.default", "activations", 3),
+    ("loss", "aten.nll_loss_forward.default", "activations", 8),
+    ("backward", "aten.mm.default", "gradients", 5),
+]
 # A whole step of 4 rows, with its peak of 20 MiB in the loss.
-STEP = {
-    kind: Timeline(
-        4,
-        _OPERATIONS,
-        tuple(MIB * live for live in _LIVE_MIB.get(kind, (0,) * len(_OPERATIONS))),
-        ("forward", "forward", "loss", "backward", "optimizer"),
+STEP = exact(
+    (
+        *(Event(BEFORE, "", kind, MIB * mib) for kind, mib in _MIB_OF_KINDS.items()),
+        *(Event(phase, name, kind, MIB * mib) for phase, name, kind, mib in _PLACES[:3]),
+        Event("backward", "aten.mm.default", "activations", 0, taken=4),
+        Event(*_PLACES[3][:3], MIB * _PLACES[3][3]),
+        Event("optimizer", "aten.add_.Tensor", "gradients", 0, taken=6),
     )
-    for kind in KINDS
-}
+)
 
 
-def peaks(seq_len: int, *, held_bytes: float, bytes_per_row: float, single_row_bytes: float | None = None) -> StepPeaks:
+def rows_of(
+    seq_len: int, *, held_bytes: float, bytes_per_row: float, single_row_bytes: float | None = None
+) -> StepEvents:
     """A step of two phases: both hold ``held_bytes`` of parameters, and backward the rows' activations."""
 
-    def moment(phase: str, parameters: Line, activations: Line) -> Moment:
-        return Moment(phase, "mm", {"parameters": parameters, "activations": activations})
+    def step(rows: int) -> tuple[Events]:
+        grown = bytes_per_row * rows
+        if rows == 1 and single_row_bytes is not None:
+            grown = single_row_bytes - held_bytes
+        return (
+            (
+                Event(BEFORE, "", "parameters", round(held_bytes)),
+                Event("backward", "mm", "activations", round(grown)),
+                Event("optimizer", "add", "activations", 0, taken=1),
+            ),
+        )
 
-    single = held_bytes + bytes_per_row if single_row_bytes is None else single_row_bytes
-    grown = Line(held_bytes, 0), Line(0, bytes_per_row)
-    alone = Line(held_bytes, 0), Line(single - held_bytes, 0)
-    optimizer = moment("optimizer", Line(held_bytes, 0), Line(0, 0))
-    return StepPeaks(
-        seq_len, (moment("backward", *grown), optimizer), single_row=(moment("backward", *alone), optimizer)
-    )
+    return StepEvents(seq_len, {rows: step(rows) for rows in (1, 2, 3)})
 
 
-def step_of(*lengths: StepPeaks, **changes: Any) -> TracedStep:
+def step_of(*lengths: StepEvents, **changes: Any) -> TracedStep:
     figures: dict[str, Any] = {
         "num_layers": 32,
         "traced_layers": (4, 6),
         "num_parameters": 8_030_000_000,
         "paged_bytes": 0,
-        "attention_width": ATTENTION_WIDTH,
     }
     return TracedStep(lengths, **(figures | changes))
 
@@ -136,15 +120,14 @@ def planned(
     *,
     memory_bytes: int | None = 80 * GIB,
     world_size: int = 1,
-    calibration: Calibration | None = None,
     batch_sizes: Sequence[int] = (),
 ) -> Plan:
     launch = ConfigLaunch(
         title="any",
         cfg=cfg,
-        card=Card(name="a card", memory_bytes=memory_bytes, calibration=calibration),
+        card=Card(name="a card", memory_bytes=memory_bytes),
         world_size=world_size,
-        seq_lens=tuple(length.seq_len for length in step.peaks),
+        seq_lens=tuple(length.seq_len for length in step.lengths),
         batch_sizes=tuple(batch_sizes),
     )
     return launch.plan(gives(step))
@@ -153,8 +136,8 @@ def planned(
 def some_plan(**changes: Any) -> Plan:
     """Rows of two lengths on eight ranks; the longer ones do not fit."""
     lengths = [
-        peaks(2048, held_bytes=10 * GIB, bytes_per_row=5 * GIB),
-        peaks(8192, held_bytes=10 * GIB, bytes_per_row=90 * GIB),
+        rows_of(2048, held_bytes=10 * GIB, bytes_per_row=5 * GIB),
+        rows_of(8192, held_bytes=10 * GIB, bytes_per_row=90 * GIB),
     ]
     return planned(cfg_of(margin=0.05), step_of(*lengths, **changes), world_size=8)
 

@@ -8,7 +8,6 @@ from typing import NoReturn
 
 import torchtune_adaptive
 from torchtune_adaptive.cli.arguments import PROGRAM, reader_may_stop
-from torchtune_adaptive.cli.calibrate import add_calibrate
 from torchtune_adaptive.cli.cp import add_cp
 from torchtune_adaptive.cli.plan import add_plan
 from torchtune_adaptive.cli.report import add_report
@@ -60,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for add_command in (add_plan, add_search, add_report, add_cp, add_calibrate):
+    for add_command in (add_plan, add_search, add_report, add_cp):
         add_command(commands)
     return parser
 

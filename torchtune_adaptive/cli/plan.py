@@ -9,9 +9,9 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cli.arguments import Commands, add_command, fraction, integer, integers
-from torchtune_adaptive.errors import InputError, quote
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.changes import ways_to_fit, what_if
-from torchtune_adaptive.plan.config_plan import USUAL_SEQ_LENS, ConfigLaunch, as_traced, row_lengths
+from torchtune_adaptive.plan.config_plan import USUAL_SEQ_LENS, ConfigLaunch, row_lengths
 from torchtune_adaptive.plan.decide import Plan, PlannedChange
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.show.as_json import plan_json
@@ -76,9 +76,6 @@ def add_plan(commands: Commands) -> None:
         "--what-if", action="store_true", help="show how much memory each change of the config would save"
     )
     command.add_argument("--plot", type=Path, help="write a plot of a step's memory to this .svg file")
-    command.add_argument(
-        "--calibration", type=Path, help="file that `tune-adaptive calibrate` wrote on the same GPU model"
-    )
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     run = command.add_argument_group("a run of a Hugging Face model (--hf)")
     run.add_argument("--lora", metavar="RANK", help="train LoRA adapters of this rank [all weights]")
@@ -142,7 +139,6 @@ def _plan_hugging_face(arguments: argparse.Namespace) -> None:
         memory=arguments.memory,
         ranks=ranks,
         batch_sizes=[] if arguments.batch_size is None else integers("--batch-size", arguments.batch_size),
-        calibration=arguments.calibration,
         title=f"{arguments.hf}, samples of {run.seq_len} tokens",
         assumptions=run.assumptions,
     )
@@ -219,11 +215,7 @@ def _print_one(
         if not as_json:
             print(f"\n{what_if_text(effects)}", flush=True)
     if arguments.plot is not None:
-        cfg = as_traced(launch.cfg, AdaptiveSettings.from_cfg(launch.cfg))
-        timelines = tracer.whole_step(
-            cfg, world_size=launch.world_size, batch_size=size.batch_size, seq_len=max(launch.seq_lens)
-        )
-        write_plot(arguments.plot, timelines, planned)
+        write_plot(arguments.plot, planned)
         if not as_json:
             print(f"\nPlot of the step written to {arguments.plot}.")
     if as_json:
@@ -240,11 +232,8 @@ def _cards(arguments: argparse.Namespace, settings: AdaptiveSettings) -> list[Ca
         if settings.memory_limit_bytes is None:
             raise _missing_memory()
         name = format_bytes(settings.memory_limit_bytes)
-        return [Card.limited(name, calibration=arguments.calibration)]
-    names = arguments.memory.split(",")
-    if arguments.calibration is not None and len(names) > 1:
-        raise InputError(f"`--calibration` is of one GPU, but `--memory` is {quote(arguments.memory)}.")
-    return [Card.named(name, calibration=arguments.calibration) for name in names]
+        return [Card(name=name)]
+    return list(map(Card.named, arguments.memory.split(",")))
 
 
 def _run_command(arguments: argparse.Namespace, cfg: DictConfig, method: Method, planned: Plan) -> str:
@@ -262,7 +251,7 @@ def _run_command(arguments: argparse.Namespace, cfg: DictConfig, method: Method,
     seq_len = planned.decisive.seq_len
     if OmegaConf.select(cfg, "tokenizer.max_seq_len") != seq_len:
         overrides.append(f"tokenizer.max_seq_len={seq_len}")
-    if planned.decisive.used.fits == "no":
+    if planned.decisive.used.fits == "does not fit":
         has_budget = isinstance(OmegaConf.select(cfg, "adaptive.max_tokens_per_micro_batch"), int)
         overrides.append("adaptive.max_tokens_per_micro_batch=auto" if has_budget else "use_maximum_batch_size=True")
     return shlex.join(["tune", "run", *launcher, recipe, "--config", arguments.config, *overrides])

@@ -1,1 +1,1 @@
-"""Predict what fits without a GPU: ``tune-adaptive plan`` and ``tune-adaptive calibrate``."""
+"""Predict what fits without a GPU: ``tune-adaptive plan``."""

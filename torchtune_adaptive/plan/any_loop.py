@@ -1,7 +1,6 @@
 """``plan_max_batch_size``: the plan for any PyTorch training loop. It needs torch alone."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from torchtune_adaptive.engine.search.options import SearchOptions
@@ -10,7 +9,7 @@ from torchtune_adaptive.plan.decide import BatchSizes, Device, Plan
 from torchtune_adaptive.plan.gpu import Card, Overhead
 from torchtune_adaptive.plan.show.text import plan_text
 from torchtune_adaptive.plan.trace.loop import BuildModel, BuildOptimizer, MakeBatch, TrainStep, trace_loop
-from torchtune_adaptive.plan.trace.peaks import TracedStep
+from torchtune_adaptive.plan.trace.step_events import TracedStep
 
 
 class LoopPlan(Plan):
@@ -33,7 +32,6 @@ def plan_max_batch_size(
     ranks: int = 1,
     margin: float = SearchOptions.margin,
     batch_sizes: Sequence[int] = (),
-    calibration: str | Path | None = None,
     device: Literal["cuda", "cpu"] = "cuda",
     title: str | None = None,
     assumptions: str = "",
@@ -54,7 +52,6 @@ def plan_max_batch_size(
         ranks: ranks that train the model together, in one process group.
         margin: fraction of what torch's allocator may use that is kept free, in [0, 1).
         batch_sizes: sizes to plan beside the largest.
-        calibration: file that ``tune-adaptive calibrate`` wrote on such a GPU.
         device: "cpu" plans a run on the CPU, where nothing is added to the traced bytes.
         title: the plan's heading; None: the type of the model.
         assumptions: a sentence to print with the plan.
@@ -69,22 +66,21 @@ def plan_max_batch_size(
         require_integer("batch_sizes", size, minimum=1)
     require_one_of("device", device, ("cuda", "cpu"))
     margin = SearchOptions(margin=margin).margin  # checked
-    card = Card.named(str(memory), calibration=None if calibration is None else Path(calibration))
+    card = Card.named(str(memory))
     on_cuda = device == "cuda"
     traced = trace_loop(
         build_model, build_optimizer, train_step, make_batch, ranks=ranks, like_cuda=on_cuda, shows_progress=True
     )
-    overhead = card.overhead(ranks, attention_width=traced.attention_elements) if on_cuda else Overhead.none()
+    overhead = card.overhead(ranks, has_group=ranks > 1) if on_cuda else Overhead.none()
     of_rank = Device(name=card.name, memory_bytes=card.memory_bytes, margin=margin, overhead=overhead)
-    sizes = BatchSizes(traced.peaks, of_rank)
+    sizes = BatchSizes(traced.step, of_rank)
     length = sizes.plan(used=max(1, sizes.largest or 1), tokens_per_step=None, asked=batch_sizes)
     step = TracedStep(
-        (traced.peaks,),
+        (traced.step,),
         num_layers=0,
         traced_layers=(),
         num_parameters=traced.num_parameters,
         paged_bytes=0,
-        attention_width=traced.attention_elements,
     )
     return LoopPlan(
         title=title or traced.model_name,
@@ -92,5 +88,5 @@ def plan_max_batch_size(
         device=of_rank,
         step=step,
         lengths=(length,),
-        assumptions=" ".join(filter(None, (assumptions, _EAGER if traced.is_compiled else ""))),
+        assumptions=" ".join(filter(None, (assumptions, _EAGER if traced.is_compiled else "", overhead.note))),
     )

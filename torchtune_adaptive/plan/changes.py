@@ -80,7 +80,7 @@ def _more_ranks(launch: ConfigLaunch, planned: Plan) -> Iterator[tuple[str, Conf
     sharded_bytes = sum(num_bytes for kind, num_bytes in one_row.kinds.items() if kind in _SHARDED)
     ranks = launch.world_size
     while (ranks := 2 * ranks) <= _MOST_RANKS:
-        saved_bytes = sharded_bytes * (1 - launch.world_size / ranks) * (1 + planned.device.overhead.fragmentation)
+        saved_bytes = sharded_bytes * (1 - launch.world_size / ranks) * one_row.reserved_bytes / one_row.allocated_bytes
         if one_row.process_bytes - saved_bytes <= planned.device.usable_bytes:
             yield f"{ranks} ranks", _on_ranks(launch, ranks)
 

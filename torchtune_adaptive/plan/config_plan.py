@@ -9,7 +9,7 @@ from torchtune_adaptive.errors import require_integer
 from torchtune_adaptive.plan.decide import BatchSizes, Device, LengthPlan, Plan
 from torchtune_adaptive.plan.gpu import Card, Overhead
 from torchtune_adaptive.plan.host_memory import HostPlan, Launch, plan_host
-from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
+from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
 from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import data_parallel_ranks
@@ -52,10 +52,11 @@ class ConfigLaunch:
         settings = AdaptiveSettings.from_cfg(self.cfg)
         run = _Run.of(self.cfg, settings, ranks=data_parallel_ranks(self.cfg, self.world_size))
         step = tracer.step(as_traced(self.cfg, settings), world_size=self.world_size, seq_lens=self.seq_lens)
-        device = self._device(settings, step)
-        lengths = tuple(self._length(run, peaks, step, device) for peaks in step.peaks)
+        device = self._device(settings)
+        lengths = tuple(self._length(run, one, step.sequences, device) for one in step.lengths)
         host = self._host(settings, step, lengths)
         images = "images" if step.images > 1 else "image"
+        assumed = f"Assumed: {step.images} {images} of {step.tiles} tiles per row." if step.images else ""
         return Plan(
             title=self.title,
             world_size=self.world_size,
@@ -63,25 +64,24 @@ class ConfigLaunch:
             step=step,
             lengths=lengths,
             host=host,
-            assumptions=f"Assumed: {step.images} {images} of {step.tiles} tiles per row." if step.images else "",
+            assumptions=" ".join(filter(None, (assumed, device.overhead.note))),
         )
 
-    def _device(self, settings: AdaptiveSettings, step: TracedStep) -> Device:
-        width = step.attention_width
+    def _device(self, settings: AdaptiveSettings) -> Device:
         return Device(
             name=self.card.name,
             memory_bytes=self.card.memory_bytes,
             allocator_limit_bytes=settings.memory_limit_bytes,
             margin=settings.margin,
-            overhead=Overhead.none() if self.on_cpu else self.card.overhead(self.world_size, attention_width=width),
+            overhead=Overhead.none() if self.on_cpu else self.card.overhead(self.world_size),
         )
 
-    def _length(self, run: "_Run", peaks: StepPeaks, step: TracedStep, device: Device) -> LengthPlan:
-        sizes = BatchSizes(peaks, device, sequences=step.sequences)
-        row_tokens = step.sequences * peaks.seq_len
+    def _length(self, run: "_Run", step: StepEvents, sequences: int, device: Device) -> LengthPlan:
+        sizes = BatchSizes(step, device)
+        row_tokens = sequences * step.seq_len
         used = run.rows(sizes.largest, row_tokens=row_tokens)
         tokens = row_tokens * run.samples_per_step(sizes.largest)
-        return sizes.plan(used=used, tokens_per_step=tokens, asked=self.batch_sizes)
+        return sizes.plan(used=used, searches=run.settings.searches, tokens_per_step=tokens, asked=self.batch_sizes)
 
     def _host(self, settings: AdaptiveSettings, step: TracedStep, lengths: tuple[LengthPlan, ...]) -> HostPlan:
         """Host memory with the largest of the shown sizes."""
@@ -96,7 +96,7 @@ class ConfigLaunch:
         return plan_host(
             step.host,
             launch,
-            step_bytes=max(size.peak_bytes for size in sizes),
+            step_bytes=max(size.allocated_bytes for size in sizes),
             num_tokens=max(size.batch_size * step.sequences * (size.seq_len or 0) for size in sizes),
         )
 

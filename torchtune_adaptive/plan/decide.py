@@ -1,22 +1,22 @@
 """Decide what fits: batch sizes of a traced step against the memory of a device.
 
-A figure of a plan is made here from two others: the traced peak (``trace/peaks.py``), which depends on the batch size,
-and the device's overhead (``gpu.py``).
+What torch's allocator reserves for a step (``replay.py``) must fit beside what the process has outside of it
+(``gpu.py``).
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from torchtune_adaptive.engine.search.strategies import NO_BOUND, binary_search
+from torchtune_adaptive.engine.search.strategies import NO_BOUND, binary_search, bisect
+from torchtune_adaptive.plan.allocator import DoesNotFitError
 from torchtune_adaptive.plan.gpu import Overhead
 from torchtune_adaptive.plan.host_memory import HostPlan
-from torchtune_adaptive.plan.trace.peaks import StepPeaks, TracedStep
+from torchtune_adaptive.plan.replay import StepMemory, exact, replayed
+from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
 
-Fits = Literal["yes", "perhaps", "no"]
-_ATTENTION_BLOCK = 128  # flash attention's scratch memory rounds each sequence up to a multiple of this
+Fits = Literal["fits", "may fit", "does not fit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +37,31 @@ class Device:
     margin: float
     overhead: Overhead
 
-    @cached_property
-    def limit_bytes(self) -> float:
-        """The most that a process may use with no margin."""
-        limits: list[float] = [] if self.memory_bytes is None else [self.memory_bytes]
-        if self.allocator_limit_bytes is not None:
-            limits.append(self.allocator_limit_bytes + self.overhead.outside_bytes)
-        return min(limits)
+    def reservable_bytes(self, outside_bytes: float, *, keeps_margin: bool = True) -> float:
+        """The most that the allocator may reserve beside ``outside_bytes``.
 
-    @cached_property
+        >>> Device(name="any", memory_bytes=2700, margin=0.25, overhead=Overhead.none()).reservable_bytes(300)
+        1800.0
+        """
+        limits: list[float] = [] if self.memory_bytes is None else [max(0.0, self.memory_bytes - outside_bytes)]
+        if self.allocator_limit_bytes is not None:
+            limits.append(self.allocator_limit_bytes)
+        return min(limits) * (1 - self.margin * keeps_margin)
+
+    @property
+    def outside_bytes(self) -> float:
+        """What is expected outside the allocator: between the least and the most."""
+        return (self.overhead.least_outside_bytes + self.overhead.most_outside_bytes) / 2
+
+    @property
+    def limit_bytes(self) -> float:
+        """The most that a process is expected to use with no margin."""
+        return self.outside_bytes + self.reservable_bytes(self.outside_bytes, keeps_margin=False)
+
+    @property
     def usable_bytes(self) -> float:
-        """The most that a process may use."""
-        return self.overhead.usable_bytes(self.limit_bytes, self.margin)
+        """The most that a process is expected to use."""
+        return self.outside_bytes + self.reservable_bytes(self.outside_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,24 +70,25 @@ class SizePlan:
 
     Attributes:
         seq_len: None if the rows are not of tokens.
-        peak_bytes: the traced peak.
-        phases: traced peak of each phase.
+        phases: peak of each phase.
         kinds: bytes of each kind at the highest of these peaks.
         allocated_bytes, reserved_bytes: forecasts of ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved``.
         process_bytes: the process's device memory, inside and outside of the allocator.
         uncertainty_bytes: how far ``process_bytes`` may be off, in either direction.
-        fits: "yes"; "no"; or "perhaps" if it fits by the forecast, but not with its full uncertainty added.
+        usable_bytes: what it may be: without the margin for sizes that the user asks for.
+        fits: "fits" even if the forecast is too low by its full uncertainty; "does not fit" even if it is too high by
+            that; or "may fit", also if the allocator must empty its cache within a step.
     """
 
     seq_len: int | None
     batch_size: int
-    peak_bytes: float
-    phases: dict[str, float]
-    kinds: dict[str, float]
-    allocated_bytes: float
-    reserved_bytes: float
+    phases: dict[str, int]
+    kinds: dict[str, int]
+    allocated_bytes: int
+    reserved_bytes: int
     process_bytes: float
     uncertainty_bytes: float
+    usable_bytes: float
     fits: Fits
 
 
@@ -139,8 +153,15 @@ class Plan:
 
     def size(self, batch_size: int) -> SizePlan:
         """The memory of a batch of ``batch_size`` of the longest rows."""
-        peaks = max(self.step.peaks, key=lambda peaks: peaks.seq_len)
-        return BatchSizes(peaks, self.device, sequences=self.step.sequences).size(batch_size)
+        return self._longest.size(batch_size)
+
+    def memory(self, batch_size: int) -> StepMemory:
+        """The memory of the same batch, event by event."""
+        return self._longest.memory(batch_size)
+
+    @property
+    def _longest(self) -> "BatchSizes":
+        return BatchSizes(max(self.step.lengths, key=lambda step: step.seq_len), self.device)
 
 
 @dataclass(frozen=True)
@@ -163,71 +184,105 @@ class PlannedChange:
 
 
 class BatchSizes:
-    """The batch sizes of one length of rows on a device.
+    """The batch sizes of one length of rows on a device."""
 
-    Args:
-        sequences: sequences of a row; two for a pair of answers.
-    """
-
-    def __init__(self, peaks: StepPeaks, device: Device, *, sequences: int = 1) -> None:
-        self._peaks = peaks
+    def __init__(self, step: StepEvents, device: Device) -> None:
+        self._step = step
         self._device = device
-        self._sequences = sequences
+        self._reserved: dict[int, tuple[int, int]] = {}  # by rows: allocated and reserved bytes
 
     @cached_property
     def largest(self) -> int | None:
-        """The largest batch that fits; 0 if none does, None if ``NO_BOUND`` or more fit."""
-        return self._largest("yes", "perhaps")
+        """The largest batch that is expected to fit; 0 if none does, None if ``NO_BOUND`` or more fit."""
+        limit_bytes = self._device.reservable_bytes(self._device.outside_bytes)
+        return self._largest(lambda size: self._peaks(size)[1] <= limit_bytes)
 
     @cached_property
     def safe(self) -> int | None:
         """The largest batch that fits even if the forecast is too low by its full uncertainty."""
-        return self._largest("yes")
+        return self._largest(lambda size: self._fits(size, keeps_margin=True) == "fits")
 
-    def size(self, batch_size: int) -> SizePlan:
+    def size(self, batch_size: int, *, keeps_margin: bool = True) -> SizePlan:
         """The memory of a batch of ``batch_size`` rows."""
-        moment, overhead, num_tokens = self._peaks.moment(batch_size), self._device.overhead, self._tokens(batch_size)
-        peak_bytes = moment.total.at(batch_size)
-        phases = self._peaks.phases(batch_size)
-        allocated_bytes = overhead.allocated_bytes(phases, num_tokens=num_tokens)
-        reserved_bytes = overhead.reserved_bytes(allocated_bytes)
-        process_bytes = overhead.outside_bytes + reserved_bytes
-        uncertainty_bytes = overhead.uncertainty_bytes_at(reserved_bytes)
-        usable_bytes = self._device.usable_bytes
-        fits: Fits = "yes" if process_bytes + uncertainty_bytes <= usable_bytes else "perhaps"
+        memory, device, overhead = self.memory(batch_size), self._device, self._device.overhead
+        outside_bytes = device.outside_bytes
         return SizePlan(
-            seq_len=self._peaks.seq_len or None,
+            seq_len=self._step.seq_len or None,
             batch_size=batch_size,
-            peak_bytes=peak_bytes,
-            phases=phases,
-            kinds=moment.at(batch_size),
-            allocated_bytes=allocated_bytes,
-            reserved_bytes=reserved_bytes,
-            process_bytes=process_bytes,
-            uncertainty_bytes=uncertainty_bytes,
-            fits=fits if process_bytes <= usable_bytes else "no",
+            phases=memory.phases,
+            kinds=memory.kinds(),
+            allocated_bytes=memory.allocated_bytes,
+            reserved_bytes=memory.reserved_bytes,
+            process_bytes=memory.reserved_bytes + outside_bytes,
+            uncertainty_bytes=overhead.uncertainty * memory.reserved_bytes
+            + (overhead.most_outside_bytes - overhead.least_outside_bytes) / 2,
+            usable_bytes=outside_bytes + device.reservable_bytes(outside_bytes, keeps_margin=keeps_margin),
+            fits=self._fits(batch_size, keeps_margin=keeps_margin),
         )
 
-    def plan(self, *, used: int, tokens_per_step: int | None, asked: Sequence[int] = ()) -> LengthPlan:
-        """The plan of this length: what fits, the batch that is ``used``, and those ``asked`` for."""
+    def memory(self, batch_size: int) -> StepMemory:
+        """What a step of ``batch_size`` rows takes where there is room for it."""
+        return self._replayed(batch_size)
+
+    def plan(
+        self, *, used: int, searches: bool = True, tokens_per_step: int | None, asked: Sequence[int] = ()
+    ) -> LengthPlan:
+        """The plan of this length: what fits, the batch that is ``used``, and those ``asked`` for.
+
+        Args:
+            searches: whether a search finds the batch that is used, which keeps the margin free.
+        """
         return LengthPlan(
-            seq_len=self._peaks.seq_len or None,
+            seq_len=self._step.seq_len or None,
             largest_batch_size=self.largest,
             safe_batch_size=self.safe,
-            used=self.size(used),
+            used=self.size(used, keeps_margin=searches),
             tokens_per_step=tokens_per_step,
-            asked=tuple(map(self.size, asked)),
+            asked=tuple(self.size(size, keeps_margin=False) for size in asked),
         )
 
-    def _largest(self, *enough: Fits) -> int | None:
-        """The largest batch whose ``fits`` is one of ``enough``."""
-        # Not from 1, because a single row may need more memory than two.
-        found = binary_search(lambda size: self.size(size).fits in enough, start=2, max_batch_size=NO_BOUND)
-        return None if found == NO_BOUND else found
+    def _replayed(self, batch_size: int, limit_bytes: float = float("inf")) -> StepMemory:
+        events, overhead = self._step.at(batch_size), self._device.overhead
+        if not overhead.caches:
+            return exact(events)
+        return replayed(events, workspaces=overhead.workspaces, expandable=overhead.expandable, limit_bytes=limit_bytes)
 
-    def _tokens(self, batch_size: int) -> int:
-        """Tokens of the batch as attention kernels count them; samples if the rows are not of tokens."""
-        if not self._peaks.seq_len:
-            return batch_size
-        blocks = math.ceil(self._peaks.seq_len / _ATTENTION_BLOCK)
-        return batch_size * self._sequences * blocks * _ATTENTION_BLOCK
+    def _peaks(self, batch_size: int) -> tuple[int, int]:
+        """The most bytes that are allocated and reserved, where there is room for them."""
+        if batch_size not in self._reserved:
+            memory = self.memory(batch_size)
+            self._reserved[batch_size] = memory.allocated_bytes, memory.reserved_bytes
+        return self._reserved[batch_size]
+
+    def _runs_in(self, batch_size: int, limit_bytes: float) -> bool:
+        """Whether steps run while the allocator may reserve so many bytes, even if it must empty its cache."""
+        allocated_bytes, reserved_bytes = self._peaks(batch_size)
+        if reserved_bytes <= limit_bytes or allocated_bytes > limit_bytes:
+            return reserved_bytes <= limit_bytes
+        try:
+            self._replayed(batch_size, limit_bytes)
+        except DoesNotFitError:
+            return False
+        return True
+
+    def _fits(self, batch_size: int, *, keeps_margin: bool) -> Fits:
+        device, overhead = self._device, self._device.overhead
+        least, most = (
+            device.reservable_bytes(outside_bytes, keeps_margin=keeps_margin)
+            for outside_bytes in (overhead.most_outside_bytes, overhead.least_outside_bytes)
+        )
+        if self._peaks(batch_size)[1] * (1 + overhead.uncertainty) <= least:
+            return "fits"
+        return "may fit" if self._runs_in(batch_size, most * (1 + overhead.uncertainty)) else "does not fit"
+
+    def _largest(self, fits: Callable[[int], bool]) -> int | None:
+        """The largest batch that fits."""
+        # A single row may need more memory than two, and what is allocated is a bound that is found in less time.
+        limit_bytes = self._device.reservable_bytes(self._device.overhead.least_outside_bytes)
+        limit_bytes *= 1 + self._device.overhead.uncertainty
+        bound = binary_search(
+            lambda size: exact(self._step.at(size)).allocated_bytes <= limit_bytes, start=2, max_batch_size=NO_BOUND
+        )
+        if bound == NO_BOUND and fits(bound):
+            return None
+        return bisect(fits, fitted=1, failed=bound + 1) if bound > 1 and fits(2) else int(fits(1))

@@ -1,11 +1,8 @@
-"""The memory of a GPU: what CUDA lets a process use of it, and its overhead beside the live bytes that a trace counts.
+"""The memory of a GPU: what CUDA lets a process use of it, and what a process has on it beside its tensors.
 
-    allocated = traced + workspaces + scratch per token of the backward pass
-    reserved  = allocated * (1 + fragmentation)
-    process   = reserved + outside the allocator (CUDA context, NCCL)
+    process = reserved by torch's allocator (``replay.py``) + outside of it (CUDA context, kernels, NCCL)
 
-The overhead's constants are for a GPU without a calibration. They are published measurements, each with its source, or
-estimates where a comment says so. None was measured for this project. ``tune-adaptive calibrate`` replaces them.
+Figures are measurements, each with its source. Where they differ, the plan has the least and the most.
 
 A vendor's "80 GB", the size that `nvidia-smi` reports and the size that CUDA lets a process use all differ. For an
 A100 80GB the second is 81920 MiB, which is 85.9 decimal GB, and the third is about 700 MiB less. A forecast needs the
@@ -13,18 +10,13 @@ third, which torch calls "total capacity". Where sources differ, the table has t
 """
 
 import difflib
-import json
 import os
 import re
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
-from torchtune_adaptive.errors import InputError, is_number, quote, reason_of, require_integer
-from torchtune_adaptive.files import write_atomically
+from torchtune_adaptive.errors import InputError, quote, require_integer
 from torchtune_adaptive.text import parse_memory
 
 # ---- known GPUs
@@ -42,21 +34,26 @@ _OPTIONAL_PARTS = re.compile(r"nvidia|amd|instinct|geforce|tesla|rtx|generation|
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: ``memory_bytes`` that a process can use, and the kind and address of their source."""
+    """One GPU: ``memory_bytes`` that a process can use, the kind and address of their source, and its architecture."""
 
     memory_bytes: int
     source: str
-    is_amd: bool = False
+    architecture: str
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether it is one of AMD's."""
+        return self.architecture == "CDNA"
 
 
-def _seen_by_cuda(memory_bytes: float, source: str, *, is_amd: bool = False) -> Gpu:
-    return Gpu(int(memory_bytes), f"seen by {'HIP' if is_amd else 'CUDA'}: {source}", is_amd)
+def _seen_by_cuda(memory_bytes: float, source: str, architecture: str) -> Gpu:
+    return Gpu(int(memory_bytes), f"seen by {'HIP' if architecture == 'CDNA' else 'CUDA'}: {source}", architecture)
 
 
-def _reported(memory_bytes: int, source: str, *, is_amd: bool = False) -> Gpu:
+def _reported(memory_bytes: int, source: str, architecture: str) -> Gpu:
     """A GPU for which only the driver's figure is known, minus what the driver may reserve."""
     said = f"reported by the driver, minus {_DRIVER_BYTES // _MIB} MiB: {source}"
-    return Gpu(memory_bytes - _DRIVER_BYTES, said, is_amd)
+    return Gpu(memory_bytes - _DRIVER_BYTES, said, architecture)
 
 
 _GITHUB = "https://github.com/"
@@ -64,33 +61,33 @@ _BLOG = "https://thundergolfer.com/blog/nvidia-gpu-memory-capacity"
 
 KNOWN_GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
-        "T4": _seen_by_cuda(14.56 * _GIB, _GITHUB + "Zheng-Chong/CatVTON/issues/133"),
-        "V100 16GB": _reported(16384 * _MIB, _GITHUB + "huggingface/text-generation-inference/issues/424"),
-        "V100 32GB": _seen_by_cuda(32501 * _MIB, _GITHUB + "ollama/ollama/issues/16533"),
-        "A10": _seen_by_cuda(21.99 * _GIB, _GITHUB + "zai-org/CogVLM/issues/236"),
+        "T4": _seen_by_cuda(14.56 * _GIB, _GITHUB + "Zheng-Chong/CatVTON/issues/133", "Turing"),
+        "V100 16GB": _reported(16384 * _MIB, _GITHUB + "huggingface/text-generation-inference/issues/424", "Volta"),
+        "V100 32GB": _seen_by_cuda(32501 * _MIB, _GITHUB + "ollama/ollama/issues/16533", "Volta"),
+        "A10": _seen_by_cuda(21.99 * _GIB, _GITHUB + "zai-org/CogVLM/issues/236", "Ampere"),
         # The source prints 22.0 GiB; this is the smallest size that rounds to it.
-        "A10G": _seen_by_cuda(21.95 * _GIB, _GITHUB + "batteries-included/batteries-included/pull/1663"),
-        "A30": _seen_by_cuda(23.53 * _GIB, _GITHUB + "google/RB-Modulation/issues/5"),
+        "A10G": _seen_by_cuda(21.95 * _GIB, _GITHUB + "batteries-included/batteries-included/pull/1663", "Ampere"),
+        "A30": _seen_by_cuda(23.53 * _GIB, _GITHUB + "google/RB-Modulation/issues/5", "Ampere"),
         # The source prints 44.4 GiB.
-        "A40": _seen_by_cuda(44.35 * _GIB, _GITHUB + "ollama/ollama/issues/9858"),
-        "A100 40GB": _seen_by_cuda(42298834944, _GITHUB + "bottlerocket-os/bottlerocket/pull/3873"),
-        "A100 80GB": _seen_by_cuda(79.14 * _GIB, _GITHUB + "lianqi1008/Control-GIC/issues/6"),
-        "RTX 3090": _seen_by_cuda(24123 * _MIB, _GITHUB + "ggml-org/llama.cpp/issues/24608"),
-        "RTX 4090": _seen_by_cuda(23.52 * _GIB, _GITHUB + "vllm-project/vllm/issues/42049"),
-        "RTX 5090": _seen_by_cuda(32106 * _MIB, _GITHUB + "ggml-org/llama.cpp/issues/17536"),
+        "A40": _seen_by_cuda(44.35 * _GIB, _GITHUB + "ollama/ollama/issues/9858", "Ampere"),
+        "A100 40GB": _seen_by_cuda(42298834944, _GITHUB + "bottlerocket-os/bottlerocket/pull/3873", "Ampere"),
+        "A100 80GB": _seen_by_cuda(79.14 * _GIB, _GITHUB + "lianqi1008/Control-GIC/issues/6", "Ampere"),
+        "RTX 3090": _seen_by_cuda(24123 * _MIB, _GITHUB + "ggml-org/llama.cpp/issues/24608", "Ampere"),
+        "RTX 4090": _seen_by_cuda(23.52 * _GIB, _GITHUB + "vllm-project/vllm/issues/42049", "Ada"),
+        "RTX 5090": _seen_by_cuda(32106 * _MIB, _GITHUB + "ggml-org/llama.cpp/issues/17536", "Blackwell"),
         # With ECC; without it 50865307648 bytes (github.com/unslothai/unsloth-zoo/pull/1053).
-        "RTX 6000 Ada": _seen_by_cuda(44.43 * _GIB, _GITHUB + "DINGYANB/MTVCrafter/issues/21"),
-        "L4": _reported(23034 * _MIB, _BLOG),
-        "L40": _seen_by_cuda(44.40 * _GIB, _GITHUB + "QwenLM/Qwen3-VL/issues/2097"),
-        "L40S": _seen_by_cuda(44.42 * _GIB, _GITHUB + "stepfun-ai/Step-Video-T2V/issues/8"),
-        "H100 80GB": _seen_by_cuda(79.11 * _GIB, _GITHUB + "vllm-project/vllm/issues/27508"),
-        "H100 NVL": _reported(99961274368, _GITHUB + "fastfetch-cli/fastfetch/issues/1658"),
-        "H200": _reported(143771 * _MIB, _BLOG),
+        "RTX 6000 Ada": _seen_by_cuda(44.43 * _GIB, _GITHUB + "DINGYANB/MTVCrafter/issues/21", "Ada"),
+        "L4": _reported(23034 * _MIB, _BLOG, "Ada"),
+        "L40": _seen_by_cuda(44.40 * _GIB, _GITHUB + "QwenLM/Qwen3-VL/issues/2097", "Ada"),
+        "L40S": _seen_by_cuda(44.42 * _GIB, _GITHUB + "stepfun-ai/Step-Video-T2V/issues/8", "Ada"),
+        "H100 80GB": _seen_by_cuda(79.11 * _GIB, _GITHUB + "vllm-project/vllm/issues/27508", "Hopper"),
+        "H100 NVL": _reported(99961274368, _GITHUB + "fastfetch-cli/fastfetch/issues/1658", "Hopper"),
+        "H200": _reported(143771 * _MIB, _BLOG, "Hopper"),
         # Printed as "GB", but it is GiB: `nvidia-smi` reports 183359 MiB (NVIDIA/TensorRT-LLM/issues/10278).
-        "B200": _seen_by_cuda(178.35 * _GIB, _GITHUB + "pytorch/ao/pull/4002"),
-        "MI300X": _reported(201310208 * 2**10, _GITHUB + "ROCm/vllm/issues/397", is_amd=True),
+        "B200": _seen_by_cuda(178.35 * _GIB, _GITHUB + "pytorch/ao/pull/4002", "Blackwell"),
+        "MI300X": _reported(201310208 * 2**10, _GITHUB + "ROCm/vllm/issues/397", "CDNA"),
         # The source says 288 GiB; this is the smallest size that a share of 0.95 rounds to what it says.
-        "MI355X": _seen_by_cuda(287.95 * _GIB, _GITHUB + "SemiAnalysisAI/InferenceX/pull/2522", is_amd=True),
+        "MI355X": _seen_by_cuda(287.95 * _GIB, _GITHUB + "SemiAnalysisAI/InferenceX/pull/2522", "CDNA"),
     }
 )
 _AMBIGUOUS = {"v100": ("V100 16GB", "V100 32GB"), "a100": ("A100 40GB", "A100 80GB")}
@@ -101,16 +98,6 @@ def _key(name: str) -> str:
 
 
 _NAMES = {_key(name): name for name in KNOWN_GPUS} | {"h100": "H100 80GB"}  # an H100 94GB is always called NVL
-
-
-def is_amd(text: str) -> bool:
-    """Whether ``text`` names one of AMD's GPUs; a size does not.
-
-    >>> is_amd("AMD Instinct MI300X"), is_amd("H100"), is_amd("192GiB")
-    (True, False, False)
-    """
-    name = _NAMES.get(_key(text))
-    return name is not None and KNOWN_GPUS[name].is_amd
 
 
 def memory_of(text: str) -> int:
@@ -145,218 +132,101 @@ def memory_of(text: str) -> int:
     return memory_bytes
 
 
-# ---- overhead
+# ---- what a process has on a GPU beside its tensors
 
-CALIBRATION_VERSION = 1
+# CUDA's context with the kernels in it, in MiB: the least and the most by torch's own out-of-memory texts of processes
+# without NCCL (in use, less allocated, less reserved), how many were read, and one of them where it can be cited.
+CONTEXTS_MIB = {
+    "T4": (96, 207),  # 14: github.com/FoundationVision/GenerateU/issues/10
+    "V100 16GB": (369, 399),  # 9 of both kinds
+    "V100 32GB": (369, 399),
+    "A10": (224, 432),  # 4 of both kinds: github.com/zai-org/CogVLM/issues/236
+    "A10G": (224, 432),
+    "A30": (224, 543),  # as other cards of its architecture
+    "A40": (294, 358),  # 3, of the RTX A6000, which has the same chip
+    "A100 40GB": (409, 543),  # 10 of both kinds: github.com/TianheWu/CoSeR/issues/10
+    "A100 80GB": (409, 543),
+    "RTX 3090": (260, 420),  # 5
+    "RTX 4090": (379, 579),  # 7: github.com/3DTopia/Phidias-Diffusion/issues/8
+    "RTX 5090": (499, 672),  # 11: github.com/Wan-Video/Wan2.1/issues/465
+    "RTX 6000 Ada": (426, 514),  # as the L40S; github.com/DINGYANB/MTVCrafter/issues/21
+    "L4": (236, 251),  # 2: github.com/ArcInstitute/evo2/issues/190
+    "L40": (507, 514),  # github.com/QwenLM/Qwen3-VL/issues/2097
+    "L40S": (507, 514),  # github.com/huggingface/sentence-transformers/issues/3214
+    "H100 80GB": (599, 749),  # 5
+    "H100 NVL": (599, 749),
+    "H200": (522, 767),  # 4, and benchmarks/results/gpu_nvidia_h200.md
+    "B200": (612, 767),  # 2 that ran no matrix product; the most is that of an H200
+}
+_ANY_CONTEXT_MIB = (96, 767)  # of a card that is given by its size
+# NCCL's memory in a process, the least and the most seen. Of a group of one rank: 512 MiB (NCCL 2.28 on B300:
+# github.com/NVIDIA/nccl/issues/2363), 560 MiB (H200, benchmarks/results/gpu_nvidia_h200.md). Of more ranks: 544 to
+# 688 MiB on four A100 (github.com/NVIDIA/nccl/issues/964); about 1.6 GB, which seems to be the whole process
+# (github.com/NVIDIA/nccl/issues/864), less its context. More groups take more.
+_ONE_RANK_NCCL = (512 * _MIB, 576 * _MIB)
+_NCCL = (544 * _MIB, 1024 * _MIB)
+# Memory outside the allocator on AMD GPUs, mostly RCCL: processes of 13.6 to 14.0 GB, less 5.65 GiB reserved, on 8
+# MI355X ("OTel" in benchmarks/published_gpu.json). Of a single one nothing is known.
+_ON_AMD = (7168 * _MIB, 7680 * _MIB)
+# cuBLAS takes a workspace for each thread that multiplies matrices: forward and backward. It has 8.125 MiB, but 32 MiB
+# on Hopper and Blackwell (CublasHandlePool.cpp).
+_WORKSPACE_BYTES, _LARGE_WORKSPACE_BYTES = 8519680, 32 * _MIB
+_LARGE_WORKSPACES = ("Hopper", "Blackwell")
+_NUM_WORKSPACES = 2
+# How far reserved bytes may be off, as a fraction of them; see benchmarks/results/plan_accuracy_simulated.md.
+_UNCERTAINTY = 0.01
+_EXPANDABLE = "expandable_segments"
+# Settings of torch's allocator that its model lacks.
+_NOT_MODELLED = ("max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold", "backend")
 
-# CUDA context and the kernels loaded into it. A new context takes 426 MiB (RTX 6000 Ada, torch 2.10 for CUDA 13:
-# github.com/unslothai/unsloth-zoo/pull/1053) or 616 MiB (github.com/LMCache/LMCache/issues/4019). It grows when kernels
-# are loaded at their first use. No source says by how much: 152 MiB above the larger figure is an estimate.
-CONTEXT_BYTES = 768 * _MIB
-# A communicator of a single rank: NCCL 2.28 on B300 allocates 536870912 bytes at the first collective
-# (github.com/NVIDIA/nccl/issues/2363). A recipe with a single process creates such a group too.
-ONE_RANK_NCCL_BYTES = 512 * _MIB
-# A communicator of more ranks: 544 to 688 MiB on four A100 (github.com/NVIDIA/nccl/issues/964); about 1.6 GB, which
-# seems to be the whole process (github.com/NVIDIA/nccl/issues/864). An estimate between the two, for one
-# group; more groups take more.
-NCCL_BYTES = 1024 * _MIB
-# Memory outside the allocator on one of several AMD GPUs, mostly RCCL: processes of 13.6 to 14.0 GB, less
-# 5.65 GiB reserved, on 8 MI355X ("OTel" in benchmarks/published_gpu.json): 7.0 to 7.4 GiB. Of a single one nothing is
-# known.
-OUTSIDE_BYTES_ON_AMD = 7424 * _MIB
-# cuBLAS: 8.125 MiB, but 32 MiB on compute capability 9 and, depending on torch's version, 10 and 12
-# (CublasHandlePool.cpp; github.com/pytorch/pytorch/pull/175344 and 182669). cublasLt: at most as much, in its own
-# buffer (ATen/cuda/CUDAContextLight.h of 2.13). Each thread has both, and backward is a second thread: 4 times the
-# largest.
-WORKSPACE_BYTES = 4 * 32 * _MIB
-# Flash attention's backward: float32 accumulators [B, S, heads, head_dim] for the queries' gradient and [B, heads, S]
-# for the softmax, with S rounded up to a multiple of 128 (aten/src/ATen/native/transformers/cuda/flash_attn/
-# flash_api.cpp). That is 4 * heads * (head_dim + 1) bytes for each token, and head_dim is at least 32. Deterministic
-# algorithms take more.
-SCRATCH_BYTES_PER_TOKEN_AND_WIDTH = 4 * (1 + 1 / 32)
-# Bytes reserved above those allocated. One rank: 3.9 % (1B LoRA on A100), 15.3 % (0.5B LoRA on MI355X), 14.2 %
-# (github.com/meta-pytorch/torchtune/pull/527). Several ranks: 23.0 % (0.5B LoRA under FSDP2 on 8 MI355X), 26 to 35 %
-# under FSDP1 on A100 (github.com/meta-llama/llama-cookbook/pull/41 and 165), which frees memory less predictably.
-# Further addresses are in benchmarks/published_gpu.json. With expandable segments it is an estimate: they reduced
-# 16.39 GiB reserved to 10.83 GiB (github.com/meta-pytorch/torchtune/issues/1185).
-FRAGMENTATION, SHARDED_FRAGMENTATION, EXPANDABLE_FRAGMENTATION = 0.10, 0.20, 0.03
-# How far the forecast may be off, as a fraction of the reserved bytes: without a calibration, on one rank and on
-# several, by the spread of the figures above; with one, for models other than its own, an estimate.
-UNCERTAINTY_BYTES, UNCERTAINTY_FRACTION, SHARDED_UNCERTAINTY_FRACTION = 1024 * _MIB, 0.06, 0.10
-CALIBRATED_UNCERTAINTY_BYTES, CALIBRATED_UNCERTAINTY_FRACTION = 256 * _MIB, 0.02
-_EXPANDABLE = "expandable_segments:True"  # in the settings of torch's allocator
 
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """What ``PYTORCH_ALLOC_CONF`` says.
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """Measurements of one GPU with one version of torch, in bytes, as ``tune-adaptive calibrate`` writes them.
-
-    ``bytes_per_token`` was measured with a model whose heads times head dimension is ``attention_width``.
-    ``fragmentation`` is the ratio of reserved to allocated bytes, minus 1. ``misfit_bytes`` is the largest difference
-    between the measured steps and these figures.
+    Attributes:
+        expandable: `expandable_segments` is True.
+        not_modelled: other settings that change what is reserved, as they are written.
     """
 
-    gpu: str
-    driver: str
-    torch: str
-    backend: str
-    context_bytes: int
-    nccl_bytes: int
-    workspace_bytes: int
-    bytes_per_token: float
-    attention_width: int
-    fragmentation: float
-    misfit_bytes: int
-
-    def write(self, path: Path) -> None:
-        """Write the figures as JSON to ``path``; a reader never sees a half-written file."""
-        write_atomically(path, json.dumps({"version": CALIBRATION_VERSION} | asdict(self), indent=2) + "\n")
+    expandable: bool = False
+    not_modelled: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, path: Path) -> "Calibration":
-        """Read the figures from the file at ``path``.
-
-        Raises:
-            InputError: the file cannot be read, has another version, or its values are not those of a calibration.
-        """
-        name = quote(str(path))
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, RecursionError, ValueError) as error:
-            raise InputError(f"`calibration` {name} cannot be read: {reason_of(error)}.") from error
-        version = content.get("version") if isinstance(content, dict) else None
-        if version != CALIBRATION_VERSION:
-            raise InputError(
-                f"`calibration` must be of version {CALIBRATION_VERSION}, but {name} is of {quote(version)} instead."
-            )
-        values: dict[str, Any] = {field.name: content.get(field.name) for field in fields(cls)}
-        for field in fields(cls):
-            is_text, value = field.type is str, values[field.name]
-            if not (isinstance(value, str) if is_text else _is_amount(value)):
-                raise InputError(
-                    f"`{field.name}` of a calibration must be {'text' if is_text else 'a number from 0 up'}, "
-                    f"but is {quote(value)} in {name} instead."
-                )
-        return cls(**values)
+    def of_environment(cls) -> "AllocatorSettings":
+        """The settings of this process, which are those of the run."""
+        text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        settings = [setting.strip() for setting in text.split(",") if setting.strip()]
+        values = {name: value for name, _, value in (setting.partition(":") for setting in settings)}
+        unknown = (f"{name}:{value}" for name, value in values.items() if name in _NOT_MODELLED and value != "native")
+        return cls(values.get(_EXPANDABLE, "").lower() == "true", tuple(unknown))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """The memory overhead of a GPU, beside traced bytes; zero by default.
+    """What the process of a rank has on its device beside the tensors of a step; nothing by default.
 
     Attributes:
-        outside_bytes: memory of the process outside the allocator.
-        workspace_bytes: memory of libraries, the same for every batch size.
-        bytes_per_token: memory of the backward pass's kernels per token, with row lengths rounded up to 128.
-        fragmentation: reserved minus allocated bytes, as a fraction of allocated bytes.
-        uncertainty_bytes, uncertainty_fraction: the forecast may be off by the larger of the two.
-        source: where the figures come from, as text.
-
-    Raises:
-        InputError: a figure is below zero or not finite.
+        least_outside_bytes, most_outside_bytes: outside torch's allocator: context, kernels, NCCL.
+        workspaces: bytes of the blocks that libraries keep within it.
+        expandable: the allocator has expandable segments.
+        uncertainty: how far reserved bytes may be off, as a fraction of them.
+        caches: the device has an allocator that keeps memory. A CPU has none.
+        note: what limits these figures, as a sentence; "" if nothing.
     """
 
-    outside_bytes: float = 0
-    workspace_bytes: float = 0
-    bytes_per_token: float = 0
-    fragmentation: float = 0
-    uncertainty_bytes: float = 0
-    uncertainty_fraction: float = 0
-    source: str = "nothing added"
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name != "source" and not _is_amount(value):
-                raise InputError(f"`{name}` must be a number from 0 up, but is {quote(value)} instead.")
+    least_outside_bytes: int = 0
+    most_outside_bytes: int = 0
+    workspaces: tuple[int, ...] = ()
+    expandable: bool = False
+    uncertainty: float = 0
+    caches: bool = False
+    note: str = ""
 
     @classmethod
     def none(cls) -> "Overhead":
-        """The overhead of a CPU, where traces are exact: zero."""
+        """The overhead of a CPU, where traces are exact: nothing."""
         return cls()
-
-    @classmethod
-    def default(
-        cls, world_size: int, *, attention_width: int = 0, expandable_segments: bool = False, on_amd: bool = False
-    ) -> "Overhead":
-        """Estimate the overhead of a GPU without a calibration, for one of ``world_size`` ranks.
-
-        ``attention_width`` is heads times head dimension; 0 leaves out flash attention's scratch memory.
-
-        Raises:
-            InputError: ``world_size`` is below 1 or ``attention_width`` below 0.
-        """
-        is_alone = require_integer("world_size", world_size, minimum=1) == 1
-        fragmentation = FRAGMENTATION if is_alone else SHARDED_FRAGMENTATION
-        outside_bytes = CONTEXT_BYTES + (ONE_RANK_NCCL_BYTES if is_alone else NCCL_BYTES)
-        return cls(
-            outside_bytes=OUTSIDE_BYTES_ON_AMD if on_amd and not is_alone else outside_bytes,
-            workspace_bytes=WORKSPACE_BYTES,
-            bytes_per_token=SCRATCH_BYTES_PER_TOKEN_AND_WIDTH
-            * require_integer("attention_width", attention_width, minimum=0),
-            fragmentation=EXPANDABLE_FRAGMENTATION if expandable_segments else fragmentation,
-            uncertainty_bytes=UNCERTAINTY_BYTES,
-            uncertainty_fraction=UNCERTAINTY_FRACTION if is_alone else SHARDED_UNCERTAINTY_FRACTION,
-            source="from published measurements and estimates; run `tune-adaptive calibrate` to measure your GPU",
-        )
-
-    @classmethod
-    def calibrated(cls, measured: Calibration, world_size: int, *, attention_width: int = 0) -> "Overhead":
-        """The overhead of the GPU that was ``measured``, for one of ``world_size`` ranks.
-
-        A calibration measures a single rank. More ranks have the default's NCCL, fragmentation and uncertainty, or the
-        measurement if it is larger.
-
-        Raises:
-            InputError: ``world_size`` or ``attention_width`` is out of range.
-        """
-        expandable = _EXPANDABLE in measured.backend
-        usual = cls.default(world_size, attention_width=attention_width, expandable_segments=expandable)
-        is_alone = world_size == 1
-        return cls(
-            outside_bytes=measured.context_bytes + max(measured.nccl_bytes, 0 if is_alone else NCCL_BYTES),
-            workspace_bytes=measured.workspace_bytes,
-            bytes_per_token=measured.bytes_per_token * attention_width / max(1, measured.attention_width),
-            fragmentation=max(measured.fragmentation, 0 if is_alone else usual.fragmentation),
-            uncertainty_bytes=max(measured.misfit_bytes, CALIBRATED_UNCERTAINTY_BYTES),
-            uncertainty_fraction=CALIBRATED_UNCERTAINTY_FRACTION if is_alone else usual.uncertainty_fraction,
-            source=f"calibrated on {measured.gpu} ({measured.driver}, torch {measured.torch}, {measured.backend})",
-        )
-
-    def allocated_bytes(self, traced_bytes: Mapping[str, float], *, num_tokens: int = 0) -> float:
-        """The value of ``torch.cuda.max_memory_allocated`` for a micro-step of ``num_tokens`` tokens.
-
-        Attention takes its scratch memory in the backward pass, which need not have the highest traced peak.
-
-        Args:
-            traced_bytes: the traced peak of each phase.
-
-        >>> overhead = Overhead(workspace_bytes=50, bytes_per_token=2)
-        >>> overhead.allocated_bytes({"loss": 1000, "backward": 980}, num_tokens=25)
-        1080
-        """
-        scratch_bytes = self.bytes_per_token * num_tokens
-        return self.workspace_bytes + max(
-            peak_bytes + (scratch_bytes if phase == "backward" else 0) for phase, peak_bytes in traced_bytes.items()
-        )
-
-    def reserved_bytes(self, allocated_bytes: float) -> float:
-        """The value of ``torch.cuda.max_memory_reserved`` for so many allocated bytes."""
-        return allocated_bytes * (1 + self.fragmentation)
-
-    def uncertainty_bytes_at(self, reserved_bytes: float) -> float:
-        """How far the forecast of ``reserved_bytes`` may be off, in either direction; an estimate."""
-        return max(self.uncertainty_bytes, self.uncertainty_fraction * reserved_bytes)
-
-    def usable_bytes(self, limit_bytes: float, margin: float) -> float:
-        """How much of ``limit_bytes`` of a GPU a process may use. The rest is reserved as margin.
-
-        The margin is the fraction ``margin`` of the bytes that the allocator may reserve.
-
-        >>> Overhead(outside_bytes=300).usable_bytes(2700, 0.25)
-        2100.0
-        """
-        reservable_bytes = max(0.0, limit_bytes - self.outside_bytes) * (1 - margin)
-        return min(limit_bytes, self.outside_bytes + reservable_bytes)
 
 
 # ---- the GPU that a user names
@@ -369,63 +239,49 @@ class Card:
     Attributes:
         name: as the user gave it.
         memory_bytes: memory that a process can use; None if only the allocator's limit is known.
-        calibration: what was measured on it.
     """
 
     name: str
-    memory_bytes: int | None
-    calibration: Calibration | None = None
+    memory_bytes: int | None = None
 
     @classmethod
-    def named(cls, text: str, *, calibration: Path | None = None) -> "Card":
-        """The GPU of that name, or with so much memory, and with the ``calibration`` in that file.
+    def named(cls, text: str) -> "Card":
+        """The GPU of that name, or with so much memory.
 
         Raises:
-            InputError: there is no such GPU, or the calibration is invalid, of another GPU, or was made with other
-                settings of torch's allocator.
+            InputError: there is no such GPU.
         """
-        memory_bytes = memory_of(text)
-        return cls(name=text, memory_bytes=memory_bytes, calibration=_read_calibration(calibration, text))
+        return cls(name=text, memory_bytes=memory_of(text))
 
-    @classmethod
-    def limited(cls, name: str, *, calibration: Path | None = None) -> "Card":
-        """A GPU of unknown memory, of which a config says how much torch's allocator may use. Errors as above."""
-        return cls(name=name, memory_bytes=None, calibration=_read_calibration(calibration, name))
+    def overhead(self, world_size: int, *, has_group: bool = True) -> Overhead:
+        """What one of ``world_size`` ranks has on it beside its tensors.
 
-    def overhead(self, world_size: int, *, attention_width: int) -> Overhead:
-        """Its overhead on one of ``world_size`` ranks; see ``Overhead.default``."""
-        if self.calibration is not None:
-            return Overhead.calibrated(self.calibration, world_size, attention_width=attention_width)
-        return Overhead.default(
-            world_size,
-            attention_width=attention_width,
-            expandable_segments=_EXPANDABLE in _allocator_settings(),
-            on_amd=is_amd(self.name),
+        Args:
+            has_group: a single rank has a process group, too, as torchtune's recipes have.
+
+        Raises:
+            InputError: ``world_size`` is out of range.
+        """
+        require_integer("world_size", world_size, minimum=1)
+        name = _NAMES.get(_key(self.name), "")
+        gpu = KNOWN_GPUS.get(name)
+        if gpu is not None and gpu.is_amd:
+            least, most = _ON_AMD
+        else:
+            nccl = _NCCL if world_size > 1 else _ONE_RANK_NCCL if has_group else (0, 0)
+            contexts = CONTEXTS_MIB.get(name, _ANY_CONTEXT_MIB)
+            least, most = (_MIB * context + added for context, added in zip(contexts, nccl, strict=True))
+        has_large_workspaces = gpu is None or gpu.architecture in _LARGE_WORKSPACES
+        settings = AllocatorSettings.of_environment()
+        lacking = ", ".join(settings.not_modelled)
+        return Overhead(
+            least_outside_bytes=least,
+            most_outside_bytes=most,
+            workspaces=(_LARGE_WORKSPACE_BYTES if has_large_workspaces else _WORKSPACE_BYTES,) * _NUM_WORKSPACES,
+            expandable=settings.expandable,
+            uncertainty=_UNCERTAINTY,
+            caches=True,
+            note=f"Reserved bytes are those without {lacking}, which the model of the allocator lacks."
+            if lacking
+            else "",
         )
-
-
-def _allocator_settings() -> str:
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-
-
-def _read_calibration(path: Path | None, name: str) -> Calibration | None:
-    """The calibration in the file at ``path``, for the GPU ``name``."""
-    if path is None:
-        return None
-    measured = Calibration.read(path)
-    planned, calibrated = (_NAMES.get(_key(text)) for text in (name, measured.gpu))
-    if planned is not None and planned != calibrated:
-        raise InputError(
-            f"`--calibration` must be of the GPU that is planned, {planned}, but is of {quote(measured.gpu)} instead."
-        )
-    settings = _allocator_settings()
-    if settings and settings not in measured.backend:
-        raise InputError(
-            "`PYTORCH_ALLOC_CONF` must be as it was when the GPU was calibrated"
-            f" ({measured.backend.partition(', ')[2]}), but is {quote(settings)} instead."
-        )
-    return measured
-
-
-def _is_amount(value: object) -> bool:
-    return is_number(value) and 0 <= value <= sys.float_info.max

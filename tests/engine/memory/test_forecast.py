@@ -11,7 +11,6 @@ from torchtune_adaptive.engine.memory.timeline import (
     Forecast,
     Line,
     Timeline,
-    lines_between,
     operation_lines,
 )
 
@@ -236,27 +235,3 @@ def test_curves_of_a_loop_over_rows_follow_its_last_pass() -> None:
     forecast = CurvedForecast.from_timelines(steps)
     assert forecast is not None
     assert forecast.peak_bytes(7) == 49
-
-
-# ---- rows of other lengths
-
-
-@properties
-@given(
-    st.lists(st.tuples(*[st.integers(0, 10**5)] * 4), min_size=1, max_size=5),
-    st.lists(st.integers(1, 10**5), min_size=3, max_size=3, unique=True),
-)
-def test_the_lines_at_two_lengths_of_rows_give_those_at_any_other(
-    figures: list[tuple[int, int, int, int]], lengths: list[int]
-) -> None:
-    """Some bytes grow with the tokens of a row, some with their square."""
-
-    def lines_at(s: int) -> list[Line]:
-        return [Line(c + e * s**2, a * s + d * s**2) for c, e, a, d in figures]
-
-    wanted, one, other = lengths
-    forecast = lines_between(wanted, (one, lines_at(one)), (other, lines_at(other)))
-    scale = max(lengths) ** 2  # terms that cancel can be larger than the result by this factor
-    for line, true, (c, e, a, d) in zip(forecast, lines_at(wanted), figures, strict=True):
-        assert line.intercept_bytes == pytest.approx(true.intercept_bytes, abs=1e-12 * (c + e * scale))
-        assert line.slope_bytes == pytest.approx(true.slope_bytes, abs=1e-12 * (a + d * scale) * max(lengths))

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from tests.support.plans import GIB, cfg_of, peaks, planned, some_plan, step_of
+from tests.support.plans import GIB, cfg_of, planned, rows_of, some_plan, step_of
 from torchtune_adaptive.plan.decide import LengthPlan, PlannedChange
 from torchtune_adaptive.plan.show.as_json import plan_json
 
@@ -25,7 +25,7 @@ def test_the_json_holds_the_whole_plan_and_the_changes_that_make_it_fit() -> Non
         "paged_bytes": 7,
     }
     assert content["traced_layers"] == [4, 6]
-    assert content["overhead"] == dataclasses.asdict(found.device.overhead)
+    assert content["overhead"] == json.loads(json.dumps(dataclasses.asdict(found.device.overhead)))
     figures = json.dumps([dataclasses.asdict(length) for length in found.lengths])
     assert content["lengths"] == json.loads(figures, parse_float=lambda num_bytes: round(float(num_bytes)))
     assert isinstance(content["lengths"][0]["used"]["process_bytes"], int)
@@ -37,9 +37,9 @@ def test_the_json_holds_the_whole_plan_and_the_changes_that_make_it_fit() -> Non
 
 
 def test_host_memory_in_the_json_is_in_whole_bytes() -> None:
-    found = planned(cfg_of(device="cpu"), step_of(peaks(64, held_bytes=GIB, bytes_per_row=1.5)), batch_sizes=[1])
+    found = planned(cfg_of(device="cpu"), step_of(rows_of(64, held_bytes=GIB, bytes_per_row=7)), batch_sizes=[1])
     host = plan_json(found)["host"]
     assert found.host is not None
-    assert found.host.tensor_bytes["training"] == GIB + 1.5
-    assert host["tensor_bytes"]["training"] == round(GIB + 1.5)
+    assert found.host.tensor_bytes["training"] == GIB + 7
+    assert host["tensor_bytes"]["training"] == GIB + 7
     assert all(isinstance(num_bytes, int) for num_bytes in (host["peak_bytes"], *host["tensor_bytes"].values()))

@@ -7,19 +7,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.plans import MIB, STEP
-from torchtune_adaptive.engine.memory.timeline import sum_of_timelines
-from torchtune_adaptive.plan.show.plot import COLOURS, DrawnDevice, highest_of_each_pixel, phases_of, step_figure
+from torchtune_adaptive.plan.show.plot import (
+    COLOURS,
+    DrawnDevice,
+    highest_of_each_pixel,
+    live_bytes_of_kinds,
+    phases_of,
+    step_figure,
+)
 from torchtune_adaptive.report.style import svg_of
 
 properties = settings(max_examples=80)
-OPERATIONS = len(sum_of_timelines(STEP.values()).operations)
 
 
 def figure_of(
     *, memory_mib: float = 30, usable_mib: float = 28, added_mib: float = 5, title: str = "tiny/full", note: str = ""
 ) -> Any:
     device = DrawnDevice(memory_bytes=memory_mib * MIB, usable_bytes=usable_mib * MIB, added_bytes=added_mib * MIB)
-    return step_figure(STEP, seq_len=256, title=title, world_size=2, device=device, note=note)
+    return step_figure(STEP, batch_size=4, seq_len=256, title=title, world_size=2, device=device, note=note)
 
 
 def legend_of(figure: Any) -> list[str]:
@@ -49,8 +54,7 @@ def test_the_picture_names_the_config_the_batch_the_ranks_and_the_place_of_the_p
     assert [text.get_text() for text in figure.texts] == [
         "<mine> & yours: memory of one train step",
         "A batch of 4 rows of 256 tokens on each of 2 ranks: peak 20.0 MiB, 25.0 MiB with GPU overhead, of 30.0 MiB",
-        "The peak is in loss, at nll_loss_forward: operation 3 of 5, drawn in order. Short phases are drawn"
-        " wider.\nA note.",
+        "The peak is in loss, at nll_loss_forward. Drawn in order; short phases are drawn wider.\nA note.",
     ]
     assert [axes.get_title("center") for axes in figure.axes] == ["forward", "loss", "backward", "optimizer"]
     assert [text.get_text() for axes in figure.axes for text in axes.texts] == ["peak 20.0 MiB"]
@@ -59,15 +63,17 @@ def test_the_picture_names_the_config_the_batch_the_ranks_and_the_place_of_the_p
 
 def test_areas_are_as_high_as_the_bytes_that_they_show() -> None:
     """Each area lies on the live bytes of the kinds below it."""
-    kinds = [kind for kind in COLOURS if any(STEP[kind].live_bytes)]
-    operations = iter(range(OPERATIONS))
+    live_bytes = live_bytes_of_kinds(STEP)
+    kinds = [kind for kind in COLOURS if kind in live_bytes]
+    assert [sum(live) for live in zip(*live_bytes.values(), strict=True)] == STEP.live_bytes
+    events = iter(range(2, len(STEP.events)))  # after those from before the step
     for axes in figure_of().axes:
-        shown = [next(operations) for _ in range(2 if axes.get_title("center") == "forward" else 1)]
+        shown = [next(events) for _ in range(2 if axes.get_title("center") in ("forward", "backward") else 1)]
         below = dict.fromkeys(shown, 0.0)
         areas = axes.collections[: len(kinds)]
         for area, kind in zip(areas, kinds, strict=True):
             drawn = {y for _, y in area.get_paths()[0].vertices}
-            above = {one: below[one] + STEP[kind].live_bytes[one] / MIB for one in shown}
+            above = {one: below[one] + live_bytes[kind][one] / MIB for one in shown}
             assert drawn == {*above.values(), *below.values()}
             below = above
 

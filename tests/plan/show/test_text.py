@@ -5,26 +5,25 @@ from typing import Any
 
 import pytest
 
-from tests.support.plans import GIB, cfg_of, peaks, planned, some_plan, step_of, tables
+from tests.support.plans import GIB, cfg_of, planned, rows_of, some_plan, step_of, tables
 from torchtune_adaptive.plan.decide import Plan, PlannedChange
 from torchtune_adaptive.plan.host_memory import CUDA_PROCESS_BYTES, PROCESS_BYTES, HostFigures, HostPlan, pinned_bytes
 from torchtune_adaptive.plan.show.text import change_text, plan_text, verdict
+from torchtune_adaptive.text import format_bytes
 
 
 def _of_device(plan: Plan) -> str:
-    return next(line for line in plan_text(plan).splitlines() if "margin kept free" in line)
+    return next(line for line in plan_text(plan).splitlines() if "a search keeps" in line)
 
 
 def test_the_text_says_how_much_the_card_or_a_memory_limit_allows_a_process() -> None:
-    step = step_of(peaks(64, held_bytes=1, bytes_per_row=1))
-    usual = "8 ranks of 80.0 GiB; margin kept free: 5 % of what torch's allocator may use (3.9 GiB)"
+    step = step_of(rows_of(64, held_bytes=1, bytes_per_row=1))
+    usual = "8 ranks of 80.0 GiB; a search keeps 5 % of what torch's allocator may use free (3.9 GiB)"
     assert _of_device(some_plan()) == usual
     limited = planned(cfg_of(memory_limit="30GiB", margin=0.1), step)
-    assert (
-        _of_device(limited)
-        == "1 rank of 80.0 GiB, limited to 31.2 GiB; margin kept free: 10 % of what torch's allocator may use (3.0 GiB)"
-    )
-    assert limited.device.usable_bytes == 27 * GIB + limited.device.overhead.outside_bytes
+    of_allocator = "a search keeps 10 % of what torch's allocator may use free (3.0 GiB)"
+    assert _of_device(limited) == f"1 rank of 80.0 GiB, limited to 31.0 GiB; {of_allocator}"
+    assert limited.device.usable_bytes == 27 * GIB + limited.device.outside_bytes
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_the_table_of_sizes_has_the_figures_of_each_length_of_rows() -> None:
     found = some_plan()
     header, fits, not_one = tables(plan_text(found))[0]
     assert header[:5] == ["tokens per row", "largest batch", "safe batch", "used", "tokens per step"]
-    assert header[5:] == ["traced", "allocated", "reserved", "process", "uncertainty"]
+    assert header[5:] == ["allocated", "reserved", "process", "uncertainty"]
     short, long = found.lengths
     assert fits[:5] == [
         "2048",
@@ -63,16 +62,16 @@ def test_the_table_of_sizes_has_the_figures_of_each_length_of_rows() -> None:
     assert not_one[:5] == ["8192", "0", "0", "(1)", f"{8192 * 8:,}"]
     for row, length in ((fits, short), (not_one, long)):
         used = length.used
-        figures = [used.peak_bytes, used.allocated_bytes, used.reserved_bytes, used.process_bytes]
+        figures = [used.allocated_bytes, used.reserved_bytes, used.process_bytes]
         for cell, num_bytes in zip(row[5:], [*figures, used.uncertainty_bytes], strict=True):
-            assert cell == f"{num_bytes / GIB:.1f} GiB"
+            assert cell == format_bytes(num_bytes)
 
 
 def test_two_tables_have_the_peak_of_each_phase_and_what_the_highest_holds() -> None:
     found = some_plan()
     _, phases, kinds, _ = tables(plan_text(found))
     assert phases[0] == ["tokens per row", "batch", "backward", "optimizer"]
-    assert kinds[0] == ["tokens per row", "batch", "parameters", "activations"]
+    assert kinds[0] == ["tokens per row", "batch", "parameters", "activations", "workspaces"]
     for table, figures in ((phases, "phases"), (kinds, "kinds")):
         for row, length in zip(table[1:], found.lengths, strict=True):
             in_gib = [f"{num_bytes / GIB:.2f}" for num_bytes in getattr(length.used, figures).values()]
@@ -100,14 +99,13 @@ def test_a_table_has_the_host_memory_of_a_machine_by_what_a_run_does() -> None:
 
 def test_the_text_has_notes_on_what_is_elsewhere() -> None:
     def text_of(*, device: str = "cuda", **figures: Any) -> str:
-        step = step_of(peaks(64, held_bytes=1, bytes_per_row=1), host=HostFigures(**figures))
+        step = step_of(rows_of(64, held_bytes=1, bytes_per_row=1), host=HostFigures(**figures))
         return plan_text(planned(cfg_of(device=device), step))
 
     disk = "\nA search needs up to 6.0 GiB of disk space in TMPDIR for its copies.\n"
     assert disk in text_of(device="cpu", trained=2 * GIB, state=4 * GIB)
     assert "A CPU has no overhead" in text_of(device="cpu")
-    assert "\nOverhead of the GPU, added to" not in text_of(device="cpu")
-    assert "\nOverhead of the GPU, added to" in text_of()
+    assert "\nBeside tensors, a process has on the GPU 608.0 MiB to 1.3 GiB of CUDA and NCCL" in text_of()
     assert "TMPDIR" not in text_of(trained=2 * GIB, state=4 * GIB)
     on_host = "\nParameters, gradients and optimizer state are in host memory."
     offloaded: dict[str, Any] = {"offloaded_weights": GIB, "offloaded": 4 * GIB}
@@ -125,7 +123,7 @@ def host_of(plan: Plan) -> HostPlan:
 
 
 def test_host_memory_is_that_of_the_batch_to_use_or_the_largest_asked_for() -> None:
-    step = step_of(peaks(64, held_bytes=GIB, bytes_per_row=GIB), sequences=2, host=HostFigures(activations={"8": 1}))
+    step = step_of(rows_of(64, held_bytes=GIB, bytes_per_row=GIB), sequences=2, host=HostFigures(activations={"8": 1}))
     fits = planned(cfg_of(), step)
     tokens = fits.lengths[0].used.batch_size * 2 * 64
     assert host_of(fits).tensor_bytes["training"] == pinned_bytes(8 * tokens)
@@ -136,16 +134,16 @@ def test_host_memory_is_that_of_the_batch_to_use_or_the_largest_asked_for() -> N
 
 
 def test_the_tables_are_those_of_the_batches_asked_for() -> None:
-    step = step_of(peaks(2048, held_bytes=10 * GIB, bytes_per_row=5 * GIB))
+    step = step_of(rows_of(2048, held_bytes=10 * GIB, bytes_per_row=5 * GIB))
     first, second, phases, kinds, _ = tables(plan_text(planned(cfg_of(), step, batch_sizes=[2, 90])))
     assert first[0][1] == "largest batch"
     assert [row[:3] for row in second] == [
         ["tokens per row", "batch", "fits"],
-        ["2048", "2", "yes"],
-        ["2048", "90", "no"],
+        ["2048", "2", "fits"],
+        ["2048", "90", "does not fit"],
     ]
-    assert [row[3] for row in second[1:]] == ["20.0 GiB", "460.0 GiB"]
-    assert [row[:3] for row in phases[1:]] == [["2048", "2", "20.00"], ["2048", "90", "460.00"]]
+    assert [row[3] for row in second[1:]] == ["20.1 GiB", "460.1 GiB"]  # with workspaces
+    assert [row[:3] for row in phases[1:]] == [["2048", "2", "20.06"], ["2048", "90", "460.06"]]
     assert [row[1] for row in kinds[1:]] == ["2", "90"]
 
 
@@ -153,7 +151,7 @@ def test_the_tables_are_those_of_the_batches_asked_for() -> None:
 
 
 def _plan_of(*, held_gib: int, row_gib: int = 1, **adaptive: Any) -> Plan:
-    step = step_of(peaks(2048, held_bytes=held_gib * GIB, bytes_per_row=row_gib * GIB))
+    step = step_of(rows_of(2048, held_bytes=held_gib * GIB, bytes_per_row=row_gib * GIB))
     return planned(cfg_of(margin=0, **adaptive), step, batch_sizes=[1])
 
 
@@ -170,44 +168,52 @@ WAYS = [
             _plan_of(held_gib=10),
             [],
             [
-                "32 rows of 2048 tokens fit, with 31.3 GiB to spare.",
-                "At most 59 rows of 2048 tokens fit; 55 are safe.",
+                "64 rows of 2048 tokens fit, with 5.0 GiB to spare.",
+                "At most 68 rows of 2048 tokens fit; 67 are safe.",
             ],
         ),
         (
-            _plan_of(held_gib=10, batch_size=58, use_maximum_batch_size=False),
+            _plan_of(held_gib=10, batch_size=69, use_maximum_batch_size=False),
             [],
             [
-                "58 rows of 2048 tokens may not fit: the forecast may be 4.6 GiB too low.",
-                "At most 59 rows of 2048 tokens fit; 55 are safe.",
+                "69 rows of 2048 tokens may fit: 80.0 GiB, give or take 1.1 GiB.",
+                "At most 68 rows of 2048 tokens fit; 67 are safe.",
             ],
         ),
         (
             _plan_of(held_gib=10, batch_size=80, use_maximum_batch_size=False),
             [],
             [
-                "80 rows of 2048 tokens do not fit: 23.2 GiB are missing.",
-                "At most 59 rows of 2048 tokens fit; 55 are safe.",
+                "80 rows of 2048 tokens do not fit: 11.0 GiB are missing.",
+                "At most 68 rows of 2048 tokens fit; 67 are safe.",
             ],
         ),
         (
-            _plan_of(held_gib=70),
+            _plan_of(held_gib=77),
             [],
             [
-                "1 row of 2048 tokens may not fit: the forecast may be 4.7 GiB too low.",
+                "1 row of 2048 tokens may fit: 79.0 GiB, give or take 1.1 GiB.",
                 "At most 1 row of 2048 tokens fits; none is safe.",
+            ],
+        ),
+        (
+            _plan_of(held_gib=78),
+            [],
+            [
+                "1 row of 2048 tokens may fit: 80.0 GiB, give or take 1.1 GiB.",
+                "Not even one is likely to fit.",
             ],
         ),
         (
             _plan_of(held_gib=100),
             [],
-            ["1 row of 2048 tokens does not fit: 32.5 GiB are missing.", "Not even one fits."],
+            ["1 row of 2048 tokens does not fit: 22.0 GiB are missing.", "Not even one fits."],
         ),
         (
             _plan_of(held_gib=100),
             WAYS[:1],
             [
-                "1 row of 2048 tokens does not fit: 32.5 GiB are missing.",
+                "1 row of 2048 tokens does not fit: 22.0 GiB are missing.",
                 "Not even one fits, nor with any of the changes below.",
             ],
         ),
@@ -215,12 +221,12 @@ WAYS = [
             _plan_of(held_gib=100),
             WAYS,
             [
-                "1 row of 2048 tokens does not fit: 32.5 GiB are missing.",
-                "Nearest way: 2 ranks: at most 59 rows of 2048 tokens.",
+                "1 row of 2048 tokens does not fit: 22.0 GiB are missing.",
+                "Nearest way: 2 ranks: at most 68 rows of 2048 tokens.",
             ],
         ),
     ],
-    ids=["fits", "perhaps", "too many", "one perhaps", "none", "no way", "a way"],
+    ids=["fits", "may fit", "too many", "one may fit", "one is unlikely", "none", "no way", "a way"],
 )
 def test_two_lines_say_what_fits_and_what_to_do(plan: Plan, ways: list[PlannedChange], lines: list[str]) -> None:
     assert verdict(plan, ways) == lines
@@ -235,7 +241,7 @@ def test_two_lines_say_what_fits_and_what_to_do(plan: Plan, ways: list[PlannedCh
 def test_the_verdict_names_every_length_and_advises_on_the_longest() -> None:
     first, second, *_ = verdict(some_plan())
     assert first == (
-        "8 rows of 2048 tokens fit, with 13.9 GiB to spare. 1 row of 8192 tokens does not fit: 46.0 GiB are missing."
+        "8 rows of 2048 tokens fit, with 24.8 GiB to spare. 1 row of 8192 tokens does not fit: 25.2 GiB are missing."
     )
     assert second == "Not even one fits."
 
@@ -257,7 +263,7 @@ def test_a_change_says_in_one_line_what_it_brings() -> None:
     fits, _ = some_plan().lengths
     largest = f"2 ranks: at most {fits.largest_batch_size} rows of 2048 tokens"
     assert change_text(PlannedChange("2 ranks", fits)) == largest
-    step = step_of(peaks(8192, held_bytes=10 * GIB, bytes_per_row=90 * GIB))
+    step = step_of(rows_of(8192, held_bytes=10 * GIB, bytes_per_row=90 * GIB))
     (not_one,) = planned(cfg_of(batch_size=4, use_maximum_batch_size=False), step, batch_sizes=[1]).lengths
     assert change_text(PlannedChange("2 ranks", not_one)) == (
         f"2 ranks: does not fit either; 1 row of 8192 tokens needs {not_one.asked[0].process_bytes / GIB:.1f} GiB"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from tests.support.plans import GIB, MIB, peaks, step_of
+from tests.support.plans import GIB, MIB, rows_of, step_of
 from torchtune_adaptive.plan.trace import cache, config_steps
 from torchtune_adaptive.plan.trace.cache import user_cache_folder
-from torchtune_adaptive.plan.trace.peaks import TracedStep
+from torchtune_adaptive.plan.trace.step_events import TracedStep
 from torchtune_adaptive.plan.trace.tracer import Tracer
 
 CONFIG = OmegaConf.create({"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, "batch_size": 2})
@@ -27,7 +27,7 @@ class Tracing:
 
     def __call__(self, cfg: DictConfig, *, seq_lens: list[int], **_: Any) -> TracedStep:
         self.count += 1
-        return step_of(*(peaks(one, held_bytes=GIB, bytes_per_row=self.count * MIB) for one in seq_lens))
+        return step_of(*(rows_of(one, held_bytes=GIB, bytes_per_row=self.count * MIB) for one in seq_lens))
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def test_of_several_lengths_only_the_new_ones_are_traced(tracing: Tracing, tmp_p
     lengths = [65, 64, 66]
     step = Tracer(tmp_path).step(CONFIG, world_size=1, seq_lens=lengths)
     assert tracing.count == 2
-    assert [one.seq_len for one in step.peaks] == lengths
-    assert [one.moments[0].lines["activations"].slope_bytes for one in step.peaks] == [2 * MIB, MIB, 2 * MIB]
+    assert [one.seq_len for one in step.lengths] == lengths
+    assert [one.at(1)[1].num_bytes for one in step.lengths] == [2 * MIB, MIB, 2 * MIB]
 
 
 def test_other_versions_are_traced_again(tracing: Tracing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,12 +94,12 @@ def test_a_data_set_or_a_logger_of_another_package_does_not_matter(tracing: Trac
 
 def _damage(folder: Path) -> None:
     for path in folder.iterdir():
-        path.write_text('{"peaks": 3}')
+        path.write_text('{"lengths": 3}')
 
 
 def _write_something_else(folder: Path) -> None:
     for path in folder.iterdir():
-        path.write_bytes(gzip.compress(b'{"peaks": 3}'))
+        path.write_bytes(gzip.compress(b'{"lengths": 3}'))
 
 
 def _cut(folder: Path) -> None:

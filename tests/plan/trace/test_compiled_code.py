@@ -1,6 +1,7 @@
 """Memory of compiled code is predicted without compiling it: what it saves for backward, and its buffers."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,10 @@ from torchtune.models.llama3_2 import llama3_2, lora_llama3_2
 from torchtune.modules.loss import CEWithChunkedOutputLoss, ForwardKLWithChunkedOutputLoss
 
 from tests.support.allocator import rises_by_events
+from torchtune_adaptive.plan.replay import exact
 from torchtune_adaptive.plan.trace import compiled_code
 from torchtune_adaptive.plan.trace.compiled_code import compile_layers, compile_loss
+from torchtune_adaptive.plan.trace.events import Event
 from torchtune_adaptive.plan.trace.fake_tensors import fake_like, make_fake
 from torchtune_adaptive.plan.trace.kernels import Kernel, Part, fused
 from torchtune_adaptive.plan.trace.recorder import StepTrace
@@ -88,12 +91,20 @@ def rises(module: nn.Module, *inputs: torch.Tensor) -> tuple[int, int, int]:
             output = module(*fakes)
             trace.enter_phase("backward")
             output.backward(torch.empty_like(output))
-    activations = trace.timelines(1)["activations"]
     forward, backward = (
-        [live for live, of in zip(activations.live_bytes, activations.phases, strict=True) if of == phase]
-        for phase in ("forward", "backward")
+        [live for event, live in live_activations(trace) if event.phase == phase] for phase in ("forward", "backward")
     )
     return max(forward), forward[-1], max(backward) - output.nbytes  # without the gradient passed to backward
+
+
+def live_activations(trace: StepTrace) -> list[tuple[Event, int]]:
+    """Each event with the bytes of activations after it."""
+    memory = exact(trace.events())
+    changes = [
+        change if event.kind == "activations" else 0
+        for event, change in zip(memory.events, memory.changes, strict=True)
+    ]
+    return list(zip(memory.events, accumulate(changes), strict=True))
 
 
 def compiled(function: Callable[..., torch.Tensor]) -> nn.Module:

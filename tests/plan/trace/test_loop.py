@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.replay import exact
+from torchtune_adaptive.plan.trace.events import Event
 from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
 from torchtune_adaptive.plan.trace.restored import fake_process_group
 
@@ -107,7 +109,7 @@ def metered(num_samples: int, step: Callable[..., object], optimizer_of: Callabl
 def test_peaks_on_a_cpu_are_those_of_real_steps_to_the_byte(step: Any, optimizer_of: Any):
     loop = traced(train_step=step, build_optimizer=optimizer_of, like_cuda=False)
     for num_samples in (1, 2, 3, 50):
-        phases = loop.peaks.phases(num_samples)
+        phases = exact(loop.step.at(num_samples)).phases
         assert phases == metered(num_samples, step, optimizer_of), num_samples
 
 
@@ -119,7 +121,7 @@ def test_frozen_weights_are_parameters_and_only_trained_ones_have_gradients_and_
 
     loop = traced(build_model=partly_frozen, like_cuda=False)
     trained = WIDTH * 3 + 3
-    kinds = loop.peaks.moment(2, "optimizer").at(2)
+    kinds = exact(loop.step.at(2)).kinds("optimizer")
     assert (loop.num_parameters, loop.num_trainable) == (
         sum(one.numel() for one in build_model().parameters()),
         trained,
@@ -183,14 +185,14 @@ class TwoOptimizers(Keeping):
 @pytest.mark.parametrize("kind", [CopyOfTheOptimizer, CopyOfTheFirstStep, RealModel, MetaModel, TwoOptimizers])
 def test_tensors_beside_the_model_and_the_optimizer_are_counted(kind: type[Keeping]):
     usual = traced(like_cuda=False)
-    assert usual.peaks.moment(2).at(2)["other tensors"] == 0
+    assert "other tensors" not in exact(usual.step.at(2)).kinds()
     loop = kind()
     kept = trace_loop(loop.build_model, loop.build_optimizer, loop.train_step, make_batch, like_cuda=False)
     num_bytes = 4 * usual.num_parameters
     for num_samples in (1, 2, 50):
-        moment = kept.peaks.moment(num_samples, "backward")
-        assert moment.at(num_samples)["other tensors"] == num_bytes
-        assert moment.total.at(num_samples) == usual.peaks.phases(num_samples)["backward"] + num_bytes
+        memory = exact(kept.step.at(num_samples))
+        assert memory.kinds("backward")["other tensors"] == num_bytes
+        assert memory.phases["backward"] == exact(usual.step.at(num_samples)).phases["backward"] + num_bytes
 
 
 def test_what_a_step_leaves_behind_grows_with_its_batch():
@@ -200,15 +202,27 @@ def test_what_a_step_leaves_behind_grows_with_its_batch():
         train_step(model, optimizer, batch)
         kept["last"] = batch * 2
 
-    peaks = traced(train_step=step, like_cuda=False).peaks
+    found = traced(train_step=step, like_cuda=False).step
     for num_samples in (1, 2, 3, 50):
-        assert peaks.moment(num_samples, "forward").at(num_samples)["other tensors"] == 4 * num_samples * WIDTH
+        assert exact(found.at(num_samples)).kinds("forward")["other tensors"] == 4 * num_samples * WIDTH
 
 
-def test_memory_grows_by_the_bytes_of_samples_although_the_allocator_rounds_them_up():
-    lines = [moment.total for moment in traced().peaks.moments if moment.phase == "forward"]
-    exact = [moment.total for moment in traced(like_cuda=False).peaks.moments if moment.phase == "forward"]
-    assert max(line.slope_bytes for line in lines) == max(line.slope_bytes for line in exact) > 0
+def test_sums_of_gradients_are_made_in_place_as_torch_does_without_a_mode():
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        outputs = model(batch)
+        (outputs.sin().sum() + outputs.cos().sum()).backward()  # two gradients of the outputs
+        optimizer.step()
+        optimizer.zero_grad()
+
+    added = [
+        sum(event.num_bytes for event in traced(train_step=step, like_cuda=like_cuda).step.at(2) if is_sum(event))
+        for like_cuda in (False, True)
+    ]
+    assert added[0] > added[1]
+
+
+def is_sum(event: Event) -> bool:
+    return event.phase == "backward" and event.operation == "aten.add.Tensor"
 
 
 def code_for_cuda(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
@@ -247,7 +261,7 @@ def test_code_for_cuda_runs_without_a_gpu():
         train_step=code_for_cuda,
         make_batch=lambda n: UserDict(inputs=torch.ones(n, WIDTH, device="cuda")),
     )
-    assert loop.peaks.peak_bytes(1000) > loop.peaks.peak_bytes(1) > 0
+    assert exact(loop.step.at(1000)).allocated_bytes > exact(loop.step.at(1)).allocated_bytes > 0
 
 
 def _kept_bytes_per_sample(layer: Callable[[], nn.Module]) -> float:
@@ -260,8 +274,9 @@ def _kept_bytes_per_sample(layer: Callable[[], nn.Module]) -> float:
         model(batch).sum().backward()
         optimizer.step()
 
-    moments = traced(build_model=with_layer, train_step=step).peaks.moments
-    return max(moment.total.slope_bytes for moment in moments if moment.phase == "forward") / WIDTH
+    found = traced(build_model=with_layer, train_step=step).step
+    few, more = (exact(found.at(num_samples)).phases["forward"] for num_samples in (2, 3))
+    return (more - few) / WIDTH
 
 
 def test_dropout_and_rms_norm_keep_what_their_kernels_on_cuda_keep():
@@ -285,12 +300,15 @@ class Attention(nn.Module):
         return attended.transpose(1, 2).flatten(2)
 
 
-def test_attention_takes_no_memory_for_its_matrix_and_its_largest_query_is_told():
+def test_attention_takes_no_memory_for_its_matrix_but_for_sums_in_its_backward_pass():
     num_tokens = 130
     loop = traced(build_model=Attention, make_batch=lambda n: torch.ones(n, num_tokens, WIDTH))
-    assert loop.attention_elements == 256 * WIDTH
-    largest = max(moment.total.slope_bytes for moment in loop.peaks.moments)
-    assert largest < 4 * num_tokens * num_tokens  # one matrix of one head
+    few, more = (exact(loop.step.at(num_samples)).phases["forward"] for num_samples in (2, 3))
+    assert more - few < 4 * num_tokens * num_tokens  # one matrix of one head
+    attention = [event for event in loop.step.at(2) if "attention" in event.operation and event.kind == "temporaries"]
+    taken = [event.num_bytes for event in attention if event.num_bytes]
+    assert taken == [4 * 2 * 2 * 256, 4 * 2 * 2 * 256 * 32]  # tokens and dimensions are rounded up to multiples
+    assert len(attention) == 2 * len(taken)  # and given back
 
 
 def test_values_that_follow_from_the_batch_are_read():
@@ -324,10 +342,10 @@ def test_ranks_share_parameters_gradients_and_state_under_fsdp2():
     alone, shared = traced(build_model=wide), traced(build_model=lambda: sharded(wide()), ranks=4)
     assert not dist.is_initialized()
     assert (shared.num_parameters, shared.num_trainable) == (alone.num_parameters, alone.num_trainable)
-    whole, parts = (loop.peaks.moment(2, "optimizer").at(2) for loop in (alone, shared))
+    whole, parts = (exact(loop.step.at(2)).kinds("optimizer") for loop in (alone, shared))
     for kind in ("parameters", "gradients", "optimizer state"):
         assert parts[kind] == pytest.approx(whole[kind] / 4, rel=0.1)
-    assert any(moment.at(2)["gathered parameters"] > 0 for moment in shared.peaks.moments)
+    assert exact(shared.step.at(2)).kinds("forward")["gathered parameters"] > 0
 
 
 # What cannot be traced. The refusal names the line that ends in "# here".
@@ -426,7 +444,7 @@ def on_the_cpu() -> nn.Module:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"train_step": differs_by_size},
-        "`train_step` must run the same operations at all batch sizes, but operation {} (backward) is"
+        "`train_step` must run the same operations at all batch sizes, but in backward is"
         " aten.ones_like.default with 2 samples and aten.add.Tensor with 3.",
     ),
     ({"train_step": does_not_step}, "`train_step` did not step the optimizer that it was given."),

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tests.support.ranks import run_alone, run_on_ranks
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.trace.config_steps import steps_of
 from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.stock.configs import load_config
 
@@ -32,8 +33,9 @@ def _planned_and_whole() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (kind, ranks, overrides) in CASES.items():
         tracer, cfg = Tracer(), load_config(f"tiny/{kind}", overrides)
-        planned = tracer.step(cfg, world_size=ranks, seq_lens=[SEQ_LEN]).peaks[0].phases(BATCH_SIZE)
-        found[name] = planned, tracer.whole_step(cfg, world_size=ranks, batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
+        planned = tracer.step(cfg, world_size=ranks, seq_lens=[SEQ_LEN]).lengths[0].at(BATCH_SIZE)
+        with steps_of(cfg, world_size=ranks) as steps:
+            found[name] = planned, steps.events(steps.num_layers, BATCH_SIZE, SEQ_LEN)
     return found
 
 
@@ -43,13 +45,9 @@ def planned_and_whole() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_phase_of_a_whole_step_takes_the_planned_bytes(name: str, planned_and_whole: Any) -> None:
-    planned, timelines = planned_and_whole[name]
-    phases = next(iter(timelines.values())).phases
-    peaks = dict.fromkeys(phases, 0)
-    for phase, *live_bytes in zip(phases, *(one.live_bytes for one in timelines.values()), strict=True):
-        peaks[phase] = max(sum(live_bytes), peaks[phase])
-    assert peaks == planned
+def test_a_whole_step_of_more_rows_takes_and_gives_back_what_was_planned(name: str, planned_and_whole: Any) -> None:
+    planned, traced = planned_and_whole[name]
+    assert planned == traced
 
 
 def _full(*overrides: str) -> DictConfig:

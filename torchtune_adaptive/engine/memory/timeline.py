@@ -241,50 +241,6 @@ def _aligned_backwards(one_pass: tuple[str, ...], before: tuple[str, ...]) -> li
     return found[::-1]
 
 
-def lines_between(
-    seq_len: int, short: tuple[int, Sequence[Line]], long: tuple[int, Sequence[Line]], *, with_images: bool = False
-) -> list[Line]:
-    """Return every operation's line for rows of ``seq_len`` tokens, from the lines for two other lengths.
-
-    With rows of s tokens, the live bytes after an operation are ``c + e * s**2 + batch_size * (a * s + d * s**2)``.
-    Without dense masks and dense attention, the squared terms are 0. With images, which have the same bytes beside
-    any text, they are ``c + e * s**2 + batch_size * (i + a * s)``.
-
-    Args:
-        short, long: a length in tokens, and the lines of the same operations at that length.
-        with_images: whether rows have images beside their text.
-
-    >>> lines_between(4, (2, [Line(14, 8)]), (8, [Line(74, 80)]))  # c = 10, e = 1, a = 2, d = 1
-    [Line(intercept_bytes=26.0, slope_bytes=24.0)]
-    """
-    (short_len, short_lines), (long_len, long_lines) = short, long
-    lines: list[Line] = []
-    for low, high in zip(short_lines, long_lines, strict=True):
-        if with_images:
-            per_token = (high.slope_bytes - low.slope_bytes) / (long_len - short_len)
-            slope_bytes = low.slope_bytes + per_token * (seq_len - short_len)
-        else:
-            per_pair = (high.slope_bytes / long_len - low.slope_bytes / short_len) / (long_len - short_len)
-            per_token = low.slope_bytes / short_len - per_pair * short_len
-            slope_bytes = per_token * seq_len + per_pair * seq_len**2
-        per_square = (high.intercept_bytes - low.intercept_bytes) / (long_len**2 - short_len**2)
-        lines.append(Line(low.intercept_bytes + per_square * (seq_len**2 - short_len**2), slope_bytes))
-    return lines
-
-
-def sum_of_timelines(timelines: Iterable[Timeline]) -> Timeline:
-    """Return a timeline with the summed live bytes of ``timelines``, which have the same operations."""
-    first, *others = timelines
-    live_bytes = (sum(live) for live in zip(first.live_bytes, *(other.live_bytes for other in others), strict=True))
-    return Timeline(first.batch_size, first.operations, tuple(live_bytes), first.phases)
-
-
-def sum_of(lines: Iterable[Line]) -> Line:
-    """Return the sum of ``lines``."""
-    lines = list(lines)
-    return Line(sum(line.intercept_bytes for line in lines), sum(line.slope_bytes for line in lines))
-
-
 def upper_envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
     """Return the lines that are the highest at some batch size >= 0, by increasing slope.
 

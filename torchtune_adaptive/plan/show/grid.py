@@ -1,9 +1,10 @@
 """A table of what fits on several GPUs and numbers of ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torchtune_adaptive.plan.decide import LengthPlan, Plan
-from torchtune_adaptive.plan.show.text import number, offload_note, overhead_lines, parts_text
+from torchtune_adaptive.plan.gpu import Overhead
+from torchtune_adaptive.plan.show.text import number, offload_note, overhead_text
 from torchtune_adaptive.text import count_text, format_bytes, text_table
 
 Grid = Mapping[str, Sequence[Plan]]  # plans by the GPU's name, for the same numbers of ranks
@@ -34,7 +35,7 @@ def grid_text(plans: Grid) -> str:
         "",
         f"Host memory: a machine's peak, {_of_machine(all_plans)}. {offload_note(all_plans)}".strip(),
         "",
-        *_overheads(plans),
+        *_overheads(all_plans),
     ]
     return "\n".join(lines)
 
@@ -74,23 +75,10 @@ def _fewest_ranks(plans: Grid, place: int) -> str:
     return f"{what} need at least {', or '.join(enough)}."
 
 
-def _overheads(plans: Grid) -> list[str]:
-    """What the GPUs add. Equal overheads share a line; others are listed by number of ranks and GPU."""
-    overhead = next(iter(plans.values()))[0].device.overhead
-    ranks: dict[tuple[str, str], set[int]] = {}
-    for row in zip(*plans.values(), strict=True):
-        names: dict[str, list[str]] = {}
-        for name, one in zip(plans, row, strict=True):
-            names.setdefault(parts_text(one.device.overhead), []).append(name)
-        for parts, gpus in names.items():
-            of = f" of {', '.join(gpus)}" if len(names) > 1 else ""
-            ranks.setdefault((parts, of), set()).add(row[0].world_size)
-    if len(ranks) == 1:
-        return overhead_lines(overhead, *(parts for parts, _ in ranks))
-    return overhead_lines(
-        overhead,
-        *(
-            f"- on {', '.join(map(str, sorted(on)))} rank{'s' if on != {1} else ''}{of}: {parts}"
-            for (parts, of), on in ranks.items()
-        ),
-    )
+def _overheads(plans: Sequence[Plan]) -> Iterator[str]:
+    """What processes have on the GPUs beside tensors; a line for all that have the same."""
+    alike: dict[Overhead, list[str]] = {}
+    for one in plans:
+        alike.setdefault(one.device.overhead, []).append(f"{count_text(one.world_size, 'rank')} of {one.device.name}")
+    for overhead, names in alike.items():
+        yield overhead_text(overhead, "on the GPU" if len(alike) == 1 else f"on {', '.join(names)}")

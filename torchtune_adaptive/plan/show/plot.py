@@ -4,15 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtune_adaptive.engine.memory.timeline import Timeline, sum_of_timelines
 from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.files import check_writable, write_atomically, writing
 from torchtune_adaptive.plan.decide import Plan
+from torchtune_adaptive.plan.replay import WORKSPACES, StepMemory
 from torchtune_adaptive.plan.show.text import offload_note
+from torchtune_adaptive.plan.trace.events import BEFORE
 from torchtune_adaptive.report.style import BLUE, GREEN, GREY, INK, INSTALL, ORANGE, PINK, RED, SKY, SOFT, svg_of
 from torchtune_adaptive.text import byte_unit, format_bytes
 
@@ -27,6 +28,7 @@ COLOURS = {
     "optimizer state": GREEN,
     "gradients": RED,
     "other tensors": SOFT,
+    WORKSPACES: SOFT,
     "gathered parameters": SKY,
     "activations": ORANGE,
     "temporaries": PINK,
@@ -53,11 +55,8 @@ def check_plot(path: Path) -> None:
         raise InputError(f"`--plot` needs matplotlib, which {INSTALL} adds.")
 
 
-def write_plot(path: Path, timelines: Mapping[str, Timeline], planned: Plan) -> None:
+def write_plot(path: Path, planned: Plan) -> None:
     """Draw the step of the longest rows to the .svg file at ``path``.
-
-    Args:
-        timelines: live bytes of the step, by kind.
 
     Raises:
         InputError: the file cannot be written.
@@ -67,11 +66,12 @@ def write_plot(path: Path, timelines: Mapping[str, Timeline], planned: Plan) -> 
     drawn_device = DrawnDevice(
         memory_bytes=device.memory_bytes or device.limit_bytes,
         usable_bytes=device.usable_bytes,
-        added_bytes=size.process_bytes - size.peak_bytes,
+        added_bytes=size.process_bytes - size.allocated_bytes,
     )
     draw = partial(
         step_figure,
-        timelines,
+        planned.memory(size.batch_size),
+        batch_size=size.batch_size,
         seq_len=size.seq_len,
         title=planned.title,
         world_size=planned.world_size,
@@ -93,12 +93,18 @@ class DrawnDevice:
 
 
 def step_figure(
-    timelines: Mapping[str, Timeline], *, seq_len: int, title: str, world_size: int, device: DrawnDevice, note: str
+    step: StepMemory,
+    *,
+    batch_size: int,
+    seq_len: int,
+    title: str,
+    world_size: int,
+    device: DrawnDevice,
+    note: str,
 ) -> "Figure":
     """Draw a step: its phases side by side, in each the bytes of every kind on top of each other.
 
     Args:
-        timelines: live bytes of the step, by kind.
         seq_len: tokens of a row.
         title: the config's name.
         device: the device of each of ``world_size`` ranks.
@@ -106,15 +112,15 @@ def step_figure(
     """
     from matplotlib.figure import Figure
 
-    step = sum_of_timelines(timelines.values())
-    peak_bytes = max(step.live_bytes)
+    peak_bytes = step.allocated_bytes
     peak_at = step.live_bytes.index(peak_bytes)
-    phases = phases_of(step.phases)
-    # Each phase has room for its name; the rest is divided by the number of operations.
+    phases = phases_of([event.phase for event in step.events])
+    num_drawn = sum(len(inside) for _, inside in phases)
+    live_bytes = live_bytes_of_kinds(step)
+    # Each phase has room for its name; the rest is divided by the number of events.
     room = [(len(phase) + 2) / _CHARS for phase, _ in phases]
     widths = [
-        own + max(0, 1 - sum(room)) * len(inside) / len(step.operations)
-        for own, (_, inside) in zip(room, phases, strict=True)
+        own + max(0, 1 - sum(room)) * len(inside) / num_drawn for own, (_, inside) in zip(room, phases, strict=True)
     ]
     shows_device = device.memory_bytes <= _HIGHEST_DEVICE * peak_bytes
     highest_bytes = max(peak_bytes, device.memory_bytes if shows_device else 0)
@@ -124,7 +130,7 @@ def step_figure(
     panels: Any = figure.subplots(1, len(phases), sharey=True, squeeze=False, gridspec_kw=grid)[0]
     for axes, (phase, inside), width in zip(panels, phases, widths, strict=True):
         shown = highest_of_each_pixel(inside, step.live_bytes, int(_PIXELS * width))
-        _draw_kinds(axes, timelines, shown, end=inside.stop, peak_at=peak_at, unit_bytes=unit_bytes)
+        _draw_kinds(axes, live_bytes, shown, end=inside.stop, peak_at=peak_at, unit_bytes=unit_bytes)
         axes.set_title(phase, loc="center")
         axes.set_xlim(inside.start, inside.stop)
         axes.set_xticks([])
@@ -138,7 +144,7 @@ def step_figure(
     panels[0].set_ylabel(f"memory of a rank [{unit}]")
     title = title if len(title) <= _TITLE_CHARS else f"…{title[1 - _TITLE_CHARS :]}"
     figure.text(0.01, 0.98, f"{title}: memory of one train step", va="top", fontsize="large", fontweight="bold")
-    rows = f"A batch of {step.batch_size:,} rows of {seq_len:,} tokens"
+    rows = f"A batch of {batch_size:,} rows of {seq_len:,} tokens"
     figure.text(0.01, 0.93, f"{rows} {_sentence(peak_bytes, world_size, device)}", va="top")
     figure.text(0.01, 0.02, "\n".join(filter(None, [_where(step, peak_at), note])))
     handles, labels = panels[0].get_legend_handles_labels()
@@ -148,27 +154,39 @@ def step_figure(
 
 
 def phases_of(phases: Sequence[str]) -> list[tuple[str, range]]:
-    """Each phase with the numbers of its operations."""
+    """Each phase of the step with the indices of its events."""
     found: list[tuple[str, range]] = []
+    end = 0
     for phase, run in groupby(phases):
-        first = found[-1][1].stop if found else 0
-        found.append((phase, range(first, first + len(list(run)))))
+        start, end = end, end + len(list(run))
+        if phase != BEFORE:
+            found.append((phase, range(start, end)))
+    return found
+
+
+def live_bytes_of_kinds(step: StepMemory) -> dict[str, list[int]]:
+    """Bytes of each kind after each event, of those that are drawn."""
+    found: dict[str, list[int]] = {}
+    for kind in COLOURS:
+        changes = (change if event.kind == kind else 0 for event, change in zip(step.events, step.changes, strict=True))
+        start = step.workspace_bytes if kind == WORKSPACES else 0
+        live_bytes = list(accumulate(changes, initial=start))[1:]
+        if any(live_bytes):
+            found[kind] = live_bytes
     return found
 
 
 def highest_of_each_pixel(inside: range, total_bytes: Sequence[int], width: int) -> list[int]:
-    """Of the operations in each of ``width`` equal parts of ``inside``, the one with the most live bytes."""
+    """Of the events in each of ``width`` equal parts of ``inside``, the one with the most live bytes."""
     together = -(-len(inside) // max(1, width))
     parts = (inside[first : first + together] for first in range(0, len(inside), together))
     return [max(part, key=total_bytes.__getitem__) for part in parts]
 
 
 def _draw_kinds(
-    axes: "Axes", timelines: Mapping[str, Timeline], shown: Sequence[int], *, end: int, peak_at: int, unit_bytes: int
+    axes: "Axes", live_bytes: Mapping[str, list[int]], shown: Sequence[int], *, end: int, peak_at: int, unit_bytes: int
 ) -> None:
-    """Areas on top of each other: the live bytes of each kind after the operations ``shown``."""
-    live_bytes = {kind: timelines[kind].live_bytes for kind in COLOURS if kind in timelines}
-    live_bytes = {kind: live for kind, live in live_bytes.items() if any(live)}
+    """Areas on top of each other: the live bytes of each kind after the events ``shown``."""
     heights = [[live[one] / unit_bytes for one in (*shown, shown[-1])] for live in live_bytes.values()]
     labels = [f"{kind}: {format_bytes(live[peak_at])}" for kind, live in live_bytes.items()]
     colours = [COLOURS[kind] for kind in live_bytes]
@@ -214,9 +232,7 @@ def _sentence(peak_bytes: int, world_size: int, device: DrawnDevice) -> str:
     return f"on {ranks}: peak {peak}{added}, of {format_bytes(device.memory_bytes)}"
 
 
-def _where(step: Timeline, peak_at: int) -> str:
-    name = step.operations[peak_at].removeprefix("aten.").removesuffix(".default")
-    return (
-        f"The peak is in {step.phases[peak_at]}, at {name}: operation {peak_at + 1:,} of"
-        f" {len(step.operations):,}, drawn in order. Short phases are drawn wider."
-    )
+def _where(step: StepMemory, peak_at: int) -> str:
+    event = step.events[peak_at]
+    name = event.operation.removeprefix("aten.").removesuffix(".default")
+    return f"The peak is in {event.phase}, at {name}. Drawn in order; short phases are drawn wider."

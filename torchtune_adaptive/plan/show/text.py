@@ -10,7 +10,7 @@ from torchtune_adaptive.text import byte_unit, count_text, format_bytes, text_ta
 
 GIB = 2**30
 LARGE_HOST_BYTES = 64 * GIB  # more than many machines have: said at the top
-_BYTES = ("traced", "allocated", "reserved", "process", "uncertainty")
+_BYTES = ("allocated", "reserved", "process", "uncertainty")
 # What a run does, by its name in ``HostPlan.tensor_bytes``.
 _DOING = {
     "loading": "loading the checkpoint",
@@ -36,16 +36,13 @@ def plan_text(plan: Plan, *, ways: Sequence[PlannedChange] = (), command: str = 
         [_device(plan), "", text_table(_sizes(plan.lengths))],
         _columns(plan),
         ["Requested batch sizes:", text_table(_asked(asked))] if asked else [],
-        ["Traced peak memory of each phase, in GiB:", text_table(_in_gib([(one, one.phases) for one in shown]))],
+        ["Allocated at the peak of each phase, in GiB:", text_table(_in_gib([(one, one.phases) for one in shown]))],
         [
-            "Traced memory at the highest peak by kind, in GiB:",
+            "Allocated at the highest peak, by kind, in GiB:",
             text_table(_in_gib([(one, one.kinds) for one in shown])),
         ],
         [] if plan.host is None else _host(plan.host, [plan]),
-        overhead_lines(
-            plan.device.overhead,
-            parts_text(plan.device.overhead, per="sample" if plan.decisive.seq_len is None else "token"),
-        ),
+        [overhead_text(plan.device.overhead)],
         _paged(plan),
         ["Changes that need less memory:", *(f"- {change_text(way)}" for way in ways)] if ways else [],
         ["To run it:", f"  {command}"] if command else [],
@@ -67,11 +64,13 @@ def _judgement(length: LengthPlan, plan: Plan) -> str:
     """Whether the batch that a run would use fits."""
     used = length.used
     rows, one = _rows(used.batch_size, length), used.batch_size == 1
-    spare_bytes = plan.device.usable_bytes - used.process_bytes
-    if used.fits == "no":
+    spare_bytes = used.usable_bytes - used.process_bytes
+    if used.fits == "does not fit":
         return f"{rows} {'does' if one else 'do'} not fit: {format_bytes(-spare_bytes)} are missing."
-    if used.fits == "perhaps":
-        return f"{rows} may not fit: the forecast may be {format_bytes(used.uncertainty_bytes)} too low."
+    if used.fits == "may fit":
+        return (
+            f"{rows} may fit: {format_bytes(used.process_bytes)}, give or take {format_bytes(used.uncertainty_bytes)}."
+        )
     return f"{rows} {'fits' if one else 'fit'}, with {format_bytes(spare_bytes)} to spare."
 
 
@@ -85,7 +84,8 @@ def _advice(length: LengthPlan, ways: Sequence[PlannedChange]) -> str:
         return f"At most {_rows(largest, length)} {'fits' if largest == 1 else 'fit'}; {is_safe}."
     nearest = next((way for way in ways if way.fits), None)
     if nearest is None:
-        return f"Not even one fits{', nor with any of the changes below' if ways else ''}."
+        fits = "is likely to fit" if length.used.fits == "may fit" else "fits"
+        return f"Not even one {fits}{', nor with any of the changes below' if ways else ''}."
     return f"Nearest way: {change_text(nearest)}."
 
 
@@ -143,19 +143,14 @@ def number(batch_size: int | None) -> str:
     return "any" if batch_size is None else str(batch_size)
 
 
-def overhead_lines(overhead: Overhead, *lines: str) -> list[str]:
-    """What the GPU adds, with ``lines`` of its parts."""
-    if overhead == Overhead.none():
-        return ["A CPU has no overhead: traced bytes are all that count."]
-    return [f"Overhead of the GPU, added to the traced bytes ({overhead.source}):", *lines]
-
-
-def parts_text(overhead: Overhead, *, per: str = "token") -> str:
-    """The parts of an overhead, as one line. ``per``: what has the bytes for attention, "token" or "sample"."""
+def overhead_text(overhead: Overhead, on: str = "on the GPU") -> str:
+    """What a process has on its device beside tensors, as one line."""
+    if not overhead.caches:
+        return "A CPU has no overhead: the bytes of tensors are all that count."
+    least, most = map(format_bytes, (overhead.least_outside_bytes, overhead.most_outside_bytes))
     return (
-        f"{format_bytes(overhead.outside_bytes)} outside torch's allocator, {format_bytes(overhead.workspace_bytes)}"
-        f" for workspaces, {overhead.bytes_per_token:,.0f} bytes per {per} for attention, {overhead.fragmentation:.0%}"
-        " for fragmentation."
+        f"Beside tensors, a process has {on} {least} to {most} of CUDA and NCCL outside torch's allocator, and"
+        f" {format_bytes(sum(overhead.workspaces))} of workspaces in it."
     )
 
 
@@ -187,8 +182,8 @@ def _device(plan: Plan) -> str:
     ranks = f"{count_text(plan.world_size, 'rank')} of {format_bytes(memory_bytes)}"
     limit = "" if device.limit_bytes == memory_bytes else f", limited to {format_bytes(device.limit_bytes)}"
     margin = format_bytes(device.limit_bytes - device.usable_bytes)
-    of = " of what torch's allocator may use" if device.overhead.outside_bytes else ""
-    return f"{ranks}{limit}; margin kept free: {100 * device.margin:g} %{of} ({margin})"
+    of = " of what torch's allocator may use" if device.overhead.caches else ""
+    return f"{ranks}{limit}; a search keeps {100 * device.margin:g} %{of} free ({margin})"
 
 
 def _sizes(lengths: Sequence[LengthPlan]) -> list[list[str]]:
@@ -198,7 +193,7 @@ def _sizes(lengths: Sequence[LengthPlan]) -> list[list[str]]:
         [
             number(length.largest_batch_size),
             number(length.safe_batch_size),
-            f"({length.used.batch_size})" if length.used.fits == "no" else f"{length.used.batch_size}",
+            f"({length.used.batch_size})" if length.used.fits == "does not fit" else f"{length.used.batch_size}",
             "-" if length.tokens_per_step is None else f"{length.tokens_per_step:,}",
             *_bytes(length.used),
         ]
@@ -212,12 +207,13 @@ def _asked(sizes: Sequence[SizePlan]) -> list[list[str]]:
     return _with_tokens([one.seq_len for one in sizes], rows)
 
 
-def _in_gib(rows: Sequence[tuple[SizePlan, dict[str, float]]]) -> list[list[str]]:
+def _in_gib(rows: Sequence[tuple[SizePlan, dict[str, int]]]) -> list[list[str]]:
     """Table rows with one column per figure, in GiB."""
+    names = list(dict.fromkeys(name for _, figures in rows for name in figures))
     figures = [
-        [f"{size.batch_size}", *(f"{num_bytes / GIB:.2f}" for num_bytes in figures.values())] for size, figures in rows
+        [f"{size.batch_size}", *(f"{figures.get(name, 0) / GIB:.2f}" for name in names)] for size, figures in rows
     ]
-    return _with_tokens([size.seq_len for size, _ in rows], [["batch", *rows[0][1]], *figures])
+    return _with_tokens([size.seq_len for size, _ in rows], [["batch", *names], *figures])
 
 
 def _with_tokens(seq_lens: Sequence[int | None], rows: list[list[str]]) -> list[list[str]]:
@@ -228,22 +224,21 @@ def _with_tokens(seq_lens: Sequence[int | None], rows: list[list[str]]) -> list[
 
 
 def _bytes(size: SizePlan) -> list[str]:
-    figures = size.peak_bytes, size.allocated_bytes, size.reserved_bytes, size.process_bytes, size.uncertainty_bytes
+    figures = size.allocated_bytes, size.reserved_bytes, size.process_bytes, size.uncertainty_bytes
     return list(map(format_bytes, figures))
 
 
 def _columns(plan: Plan) -> list[str]:
     """What the columns of the table of batch sizes mean."""
     lines = ["`used` is the batch that a run with these settings uses. All columns after it are for that batch."]
-    if any(length.used.fits == "no" for length in plan.lengths):
+    if any(length.used.fits == "does not fit" for length in plan.lengths):
         lines.append("A batch in brackets does not fit.")
-    if plan.device.overhead == Overhead.none():
+    if not plan.device.overhead.caches:
         return lines
     return [
         *lines,
-        "- traced: all tensors at the step's peak",
-        "- allocated: traced, plus memory of kernels and libraries; see torch.cuda.max_memory_allocated",
-        "- reserved: allocated, plus fragmentation; see torch.cuda.max_memory_reserved",
+        "- allocated: tensors and workspaces at the step's peak; see torch.cuda.max_memory_allocated",
+        "- reserved: what torch's allocator takes for them; see torch.cuda.max_memory_reserved",
         "- process: reserved, plus memory of CUDA and NCCL, as nvidia-smi shows it",
         "- uncertainty: by how much `process` may be wrong. The safe batch is the largest that fits even if `process`"
         " is too low by that much.",

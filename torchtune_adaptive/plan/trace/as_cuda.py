@@ -194,7 +194,9 @@ def _rms_norm(tensor: torch.Tensor, normalized_shape: Any, weight: Any = None, e
     # As ``rms_norm_composite`` in aten/src/ATen/native/layer_norm.cpp: the kernel takes equal types alone.
     wide = tensor.float()
     dims = tuple(range(-len(normalized_shape), 0))
-    inverse = (wide.pow(2).mean(dims, keepdim=True) + (eps or 0.0)).rsqrt()
+    squares = wide.pow(2)  # in C++ it lives until the end of the statement
+    inverse = squares.mean(dims, keepdim=True).add_(eps or 0.0).rsqrt()
+    del squares
     return (wide * inverse * weight).type_as(tensor)
 
 

@@ -1,34 +1,31 @@
 """Trace train steps of a config on fake tensors, with few of the model's layers where they repeat."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
 
 from torchtune_adaptive.engine.memory.out_of_memory import only_new_garbage
-from torchtune_adaptive.engine.memory.timeline import Timeline, sum_of_timelines
 from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.trace.as_cuda import computed_as_on_cuda
+from torchtune_adaptive.plan.trace.events import Events, between, extended
 from torchtune_adaptive.plan.trace.fake_recipe import FakeRecipe
 from torchtune_adaptive.plan.trace.fake_step import treated_as_real
-from torchtune_adaptive.plan.trace.layer_extrapolation import extrapolate_layers
-from torchtune_adaptive.plan.trace.peaks import StepLines, StepPeaks, TracedStep
 from torchtune_adaptive.plan.trace.restored import fake_process_group, settings_restored
+from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
 from torchtune_adaptive.plan.trace.untraceable import why_untraceable
 from torchtune_adaptive.training.batch.row_format import check_row_length
 
 # The first and the last layer differ from those between, and in some models every second layer differs from its
 # neighbours, or every n-th one is fused with images.
 _FEWEST_LAYERS, _PERIOD = 4, 2
-_ROWS_TO_CHECK, _ROUNDING = 5, 1e-4
 _FEWEST_LAYERS_OFFLOADING = 8  # activation offloading keeps the activations of five layers
-
-Timelines = dict[str, Timeline]  # by kind of memory
+_FEWEST_PASSES = 3  # of a loop over rows, whose first and last pass differ from those between
 
 
 def trace_config(
@@ -36,7 +33,7 @@ def trace_config(
 ) -> TracedStep:
     """Trace the step of rank 0 for rows of each of ``seq_lens`` tokens.
 
-    If layers repeat, two models of a few layers are traced and the whole model is extrapolated from them. A third model
+    If layers repeat, two models of a few layers are traced, from which the whole model's events follow. A third model
     checks that layers do repeat. Otherwise the whole model is traced. If a method has several models of equal depth,
     all are traced with few layers. Models of different depths are traced whole.
 
@@ -45,16 +42,10 @@ def trace_config(
     """
     with steps_of(cfg, world_size=world_size, shows_progress=shows_progress) as steps:
         layers = steps.layers_to_trace(seq_lens[0])
-        peaks = steps.peaks(seq_lens, layers)
+        lengths = steps.lengths(seq_lens, layers)
         figures = steps.figures(layers)  # after the steps, which create the optimizer state
         host = steps.host_figures(layers)
-        return TracedStep(peaks, num_layers=steps.num_layers, traced_layers=layers, host=host, **figures)
-
-
-def trace_whole_step(cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int) -> Timelines:
-    """Trace one step of rank 0 with all layers of the model. Errors are those of ``trace_config``."""
-    with steps_of(cfg, world_size=world_size) as steps:
-        return steps.timelines(steps.num_layers, batch_size, seq_len)
+        return TracedStep(lengths, num_layers=steps.num_layers, traced_layers=layers, host=host, **figures)
 
 
 @contextmanager
@@ -97,7 +88,7 @@ class ConfigSteps:
     def __init__(self, cfg: DictConfig, progress: Any) -> None:
         self._cfg = cfg
         self._recipes: dict[int, FakeRecipe] = {}
-        self._traced: dict[tuple[int, int, int], Timelines] = {}  # by layers, batch size and tokens per row
+        self._traced: dict[tuple[int, int, int], Events] = {}  # by layers, batch size and tokens per row
         self._progress = progress
         offloading = cfg.get("enable_activation_offloading", False)
         self._fewest_layers = _FEWEST_LAYERS_OFFLOADING if offloading else _FEWEST_LAYERS
@@ -117,45 +108,42 @@ class ConfigSteps:
     def layers_to_trace(self, seq_len: int) -> tuple[int, ...]:
         """Choose the numbers of layers of the models to trace: two small models, or only the whole model.
 
-        Two small models are enough under two conditions: the peaks extrapolated from them are exact for a third small
-        model, and the second and the third give the same peaks for the whole model.
+        Two small models are enough if the events of a third one follow from theirs.
         """
         first = self._fewest_layers + self.num_layers % self._period
         second, third = first + self._period, first + 2 * self._period
         if not self._grows or third >= self.num_layers or self._recipe(first).num_layers != first:
             return (self.num_layers,)
-        batch_size = SMALL_BATCH_SIZES[0]
+        few, more, most = (self.events(layers, SMALL_BATCH_SIZES[0], seq_len) for layers in (first, second, third))
+        return (first, second) if extended(few, more, 2) == most else (self.num_layers,)
 
-        def extrapolated_peaks(layers: tuple[int, int], num_layers: int) -> dict[str, int] | None:
-            timelines = self._extrapolated(layers, num_layers, batch_size, seq_len)
-            return None if timelines is None else _peaks(timelines)
-
-        third_peaks = extrapolated_peaks((first, second), third)
-        if third_peaks is None or third_peaks != _peaks(self.timelines(third, batch_size, seq_len)):
-            return (self.num_layers,)
-        whole_peaks = extrapolated_peaks((first, second), self.num_layers)
-        if whole_peaks is None or whole_peaks != extrapolated_peaks((second, third), self.num_layers):
-            return (self.num_layers,)
-        return first, second
-
-    def peaks(self, seq_lens: Sequence[int], layers: tuple[int, ...]) -> tuple[StepPeaks, ...]:
-        """Peaks of the whole model's step for each row length, from models with these numbers of ``layers``.
+    def lengths(self, seq_lens: Sequence[int], layers: tuple[int, ...]) -> tuple[StepEvents, ...]:
+        """The whole model's step for each row length, from models with these numbers of ``layers``.
 
         Batches of several rows are traced only for the shortest and the longest length, and interpolated for the
         others.
         """
-        shortest, longest = min(seq_lens), max(seq_lens)
+        ends = sorted({min(seq_lens), max(seq_lens)})
         self._progress.reset(total=self._num_steps(seq_lens, layers))
-        traced = {seq_len: self._lines(seq_len, layers) for seq_len in (shortest, longest)}
-        with_images = self._recipe(layers[0]).fusion_interval > 0
-        found: list[StepPeaks] = []
+        traced = {seq_len: self._step(seq_len, layers) for seq_len in ends}
         for seq_len in seq_lens:
-            lines = traced.get(seq_len)
-            lines = lines or traced[shortest].interpolated(seq_len, traced[longest], with_images=with_images)
-            if lines is None:  # the two lengths ran different operations
-                lines = self._lines(seq_len, layers)
-            found.append(StepPeaks.from_lines(lines, single_row=self._whole(layers, 1, seq_len)))
-        return tuple(found)
+            if seq_len not in traced:
+                traced[seq_len] = self._between(seq_len, traced[ends[0]], traced[ends[1]], layers)
+        return tuple(traced[seq_len] for seq_len in seq_lens)
+
+    def _between(self, seq_len: int, short: StepEvents, long: StepEvents, layers: tuple[int, ...]) -> StepEvents:
+        """The step of a length between two others; traced, if theirs differ in more than bytes."""
+        with_images = self._recipe(layers[0]).fusion_interval > 0
+        steps = {1: tuple(self.events(count, 1, seq_len) for count in layers)}
+        small, large = SMALL_BATCH_SIZES
+        for number in range(len(layers)):
+            low, high = ((one.seq_len, one.traced[small][number], one.traced[large][number]) for one in (short, long))
+            found = between(seq_len, low, high, SMALL_BATCH_SIZES, with_images=with_images)
+            if found is None:
+                return self._step(seq_len, layers)
+            for rows, events in zip(SMALL_BATCH_SIZES, found, strict=True):
+                steps[rows] = (*steps.get(rows, ()), events)
+        return replace(short, seq_len=seq_len, traced=steps)
 
     def figures(self, layers: tuple[int, ...]) -> dict[str, int]:
         """Figures of the whole model that grow linearly with its number of layers."""
@@ -171,62 +159,46 @@ class ConfigSteps:
         return {name: few[name] + periods * (more[name] - few[name]) for name in few}
 
     def _num_steps(self, seq_lens: Sequence[int], layers: tuple[int, ...]) -> int:
-        """Number of steps that ``peaks`` still has to trace if it can interpolate."""
+        """Number of steps that ``lengths`` still has to trace if it can interpolate."""
         batches = {(batch_size, end) for batch_size in SMALL_BATCH_SIZES for end in (min(seq_lens), max(seq_lens))}
         batches |= {(1, seq_len) for seq_len in seq_lens}
         steps = {(num_layers, *batch) for num_layers in layers for batch in batches}
         return len(steps - self._traced.keys())
 
-    def _lines(self, seq_len: int, layers: tuple[int, ...]) -> StepLines:
-        small, large = (self._whole(layers, batch_size, seq_len) for batch_size in SMALL_BATCH_SIZES)
-        lines = StepLines.from_timelines(small, large, seq_len=seq_len)
-        if lines is None:
-            sizes = " than with ".join(map(str, SMALL_BATCH_SIZES))
-            raise InputError(f"A step cannot be planned that runs other operations with {sizes} rows.")
-        if next(iter(small.values())).operations != lines.operations:  # they go through passes of loops over rows
-            self._check_passes(lines, layers)
-        return lines
+    def _step(self, seq_len: int, layers: tuple[int, ...]) -> StepEvents:
+        """The step of a length, with as many rows as it takes for those of more rows to follow.
 
-    def _check_passes(self, lines: StepLines, layers: tuple[int, ...]) -> None:
-        """Compare the peaks with those of a step with more rows. The allocator rounds up bytes of both."""
-        rows, seq_len = _ROWS_TO_CHECK, lines.seq_len
-        forecast = StepPeaks.from_lines(lines, single_row=self._whole(layers, 1, seq_len)).phases(rows)
-        traced = _peaks(self._whole(layers, rows, seq_len))
-        if not all(math.isclose(forecast[phase], peak, rel_tol=_ROUNDING) for phase, peak in traced.items()):
-            raise InputError(
-                f"A step cannot be planned whose memory with {rows} rows of {seq_len} tokens does not follow from that"
-                " with fewer rows."
-            )
-
-    def _whole(self, layers: tuple[int, ...], batch_size: int, seq_len: int) -> Timelines:
-        """The whole model's timelines: extrapolated from two models, else traced."""
-        found = None
+        Raises:
+            InputError: they do not follow from up to ``_FEWEST_PASSES`` + 1 rows.
+        """
+        periods = (self.num_layers - layers[0]) // self._period if len(layers) > 1 else 0
+        for most in range(SMALL_BATCH_SIZES[1], _FEWEST_PASSES + 2):
+            traced = {rows: tuple(self.events(count, rows, seq_len) for count in layers) for rows in range(1, most + 1)}
+            step, first = StepEvents(seq_len, traced, periods), min(layers)
+            if step.follows(1) and step.follows(most + 1) and self._is_confirmed(step, first):
+                return step
         if len(layers) > 1:
-            found = self._extrapolated((layers[0], layers[1]), self.num_layers, batch_size, seq_len)
-        return found or self.timelines(self.num_layers, batch_size, seq_len)
+            return self._step(seq_len, (self.num_layers,))
+        raise InputError(
+            f"A step cannot be planned whose memory with more rows does not follow from that with {_FEWEST_PASSES} and"
+            f" {_FEWEST_PASSES + 1} rows of {seq_len} tokens."
+        )
 
-    def _extrapolated(
-        self, layers: tuple[int, int], num_layers: int, batch_size: int, seq_len: int
-    ) -> Timelines | None:
-        """Timelines of a model with ``num_layers`` layers; None if the layers of the two models do not repeat."""
-        few, more = (self.timelines(count, batch_size, seq_len) for count in layers)
-        found: Timelines = {}
-        for kind in few:
-            timeline = extrapolate_layers(few[kind], more[kind], layers=layers, num_layers=num_layers)
-            if timeline is None:
-                return None
-            found[kind] = timeline
-        return found
+    def _is_confirmed(self, step: StepEvents, num_layers: int) -> bool:
+        """Whether, if a step loops over rows, one of more rows has the events that follow for it."""
+        *_, small, large = sorted(step.traced)
+        few, more = step.traced[small][0], step.traced[large][0]
+        return len(few) == len(more) or extended(few, more, 2) == self.events(num_layers, large + 1, step.seq_len)
 
-    def timelines(self, num_layers: int, batch_size: int, seq_len: int) -> Timelines:
-        """Timelines of a traced step of a model with ``num_layers`` layers. It is traced only once."""
+    def events(self, num_layers: int, batch_size: int, seq_len: int) -> Events:
+        """Events of a traced step of a model with ``num_layers`` layers. It is traced only once."""
         key = num_layers, batch_size, seq_len
         if key not in self._traced:
             recipe = self._recipe(num_layers)
             for model in recipe.models:
                 check_row_length(seq_len, model)
             self._progress.set_postfix_str(f"{num_layers} layers, batch {batch_size} of {seq_len} tokens")
-            self._traced[key] = recipe.trace(batch_size, seq_len).timelines(batch_size)
+            self._traced[key] = recipe.trace(batch_size, seq_len).events()
             self._progress.update()
         return self._traced[key]
 
@@ -237,12 +209,3 @@ class ConfigSteps:
             num_layers = num_layers or recipe.num_layers
             self._recipes[num_layers] = recipe
         return self._recipes[num_layers]
-
-
-def _peaks(timelines: Timelines) -> dict[str, int]:
-    """Peak bytes of each phase, over all kinds."""
-    total = sum_of_timelines(timelines.values())
-    peaks: dict[str, int] = {}
-    for phase, live_bytes in zip(total.phases, total.live_bytes, strict=True):
-        peaks[phase] = max(live_bytes, peaks.get(phase, 0))
-    return peaks

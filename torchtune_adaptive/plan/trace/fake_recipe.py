@@ -103,7 +103,6 @@ class FakeRecipe:
             "num_parameters": trained + sum(frozen),
             "num_frozen_parameters": sum(frozen),
             "paged_bytes": sum(getattr(optimizer, "paged_bytes", 0) for optimizer in self._policy.optimizers),
-            "attention_width": max(text.num_heads * text.head_dim for text in map(_text_part, self.models)),
             "sequences": self._row_format.sequences,
             "images": 0 if self._images is None else self._images.images,
             "tiles": 0 if self._images is None else self._images.tiles,

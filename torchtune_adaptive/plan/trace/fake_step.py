@@ -35,7 +35,6 @@ _FACTORIES = {
 _PLAIN = (torch.Tensor, nn.Parameter)
 _MOST_KNOWN = 2**20  # elements of a tensor whose values are known
 _UNKNOWN_INTEGER = 99_991  # no size that anybody would choose
-_TOKENS_PER_BLOCK = 128  # of flash attention
 
 
 class CannotTraceError(Exception):
@@ -55,7 +54,6 @@ class FakeStep(FakeTensorMode):
         like_cuda: code for CUDA runs on the fake tensors, which are on the device "cpu".
         num_operations: operations so far.
         has_read_values: whether an unknown value was read.
-        attention_elements: of the largest query of an attention operation, with tokens rounded up to blocks of 128.
     """
 
     def __init__(self, *, like_cuda: bool, values_are_fixed: bool = False) -> None:
@@ -64,7 +62,6 @@ class FakeStep(FakeTensorMode):
         self._values_are_fixed = values_are_fixed
         self.num_operations = 0
         self.has_read_values = False
-        self.attention_elements = 0
         self._storages: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
         self._adopted = WeakTensorKeyDictionary()  # by a tensor of the user's that is not fake: the fake one
 
@@ -125,10 +122,6 @@ class FakeStep(FakeTensorMode):
         if func in _FACTORIES:
             outputs = self._known(outputs, func, args, kwargs)
         self._keep_storages(outputs)
-        if func.__name__.startswith("_scaled_dot_product") and "backward" not in func.__name__:
-            *_, tokens, _ = args[0].shape
-            padded = -(-tokens // _TOKENS_PER_BLOCK) * _TOKENS_PER_BLOCK
-            self.attention_elements = max(self.attention_elements, args[0].numel() // tokens * padded)
         return outputs
 
     def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ Nothing is computed: the model is built on the meta device, and its step runs on
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,17 +16,16 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.out_of_memory import only_new_garbage
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
-from torchtune_adaptive.engine.memory.timeline import Line
 from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.errors import InputError, quote, require_integer
 from torchtune_adaptive.plan.trace.as_cuda import DevicesMapped, as_cuda
+from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events, extended
 from torchtune_adaptive.plan.trace.fake_step import FakeStep, treated_as_real
 from torchtune_adaptive.plan.trace.fake_tensors import make_fake
 from torchtune_adaptive.plan.trace.loop_tracer import LoopTracer
-from torchtune_adaptive.plan.trace.peaks import StepLines, StepPeaks
-from torchtune_adaptive.plan.trace.recorder import StepTrace
 from torchtune_adaptive.plan.trace.restored import fake_process_group, settings_restored
+from torchtune_adaptive.plan.trace.step_events import StepEvents
 from torchtune_adaptive.plan.trace.untraceable import why_untraceable
 
 _SIZES = (*SMALL_BATCH_SIZES, 1)  # a dimension of size 1 runs other operations
@@ -44,19 +43,16 @@ class TracedLoop:
 
     Attributes:
         model_name: the model's type.
-        peaks: of a steady-state step, as a function of the batch size.
+        step: a steady-state step of any number of samples.
         num_parameters: parameters over all ranks.
         num_trainable: the part of them that requires gradients.
-        attention_elements: of the largest query of an attention operation, per sample: tokens, rounded up to a multiple
-            of 128, times heads times head dimension. 0 without such operations.
         is_compiled: the model, or a part of it, would be compiled. It was not for the trace.
     """
 
     model_name: str
-    peaks: StepPeaks
+    step: StepEvents
     num_parameters: int
     num_trainable: int
-    attention_elements: int
     is_compiled: bool = False
 
 
@@ -132,27 +128,24 @@ class _FakeLoop:
 
     def traced(self, batches: Mapping[int, Any], *, after_step: Callable[[], object]) -> TracedLoop:
         """Trace steps with ``batches``, by their numbers of samples."""
-        traced: dict[int, StepTrace] = {}
+        traced: dict[int, Events] = {}
         small, large = SMALL_BATCH_SIZES
         with self._mode.faking():
             self._run(batches[small])  # creates the optimizer's state and lets FSDP2 set itself up
         after_step()
         for size in _SIZES:
-            traced[size] = self._tracer.trace([batches[size]])
+            traced[size] = self._tracer.trace([batches[size]]).events()
             after_step()
-        lines = _lines(traced[small], traced[large])
-        if lines is None:  # perhaps because the warm-up left something behind
-            traced[small] = self._tracer.trace([batches[small]])
-            lines = _lines(traced[small], traced[large])
-        if lines is None:
+        if not _are_alike(traced[small], traced[large]):  # perhaps because the warm-up left something behind
+            traced[small] = self._tracer.trace([batches[small]]).events()
+        if not _are_alike(traced[small], traced[large]):
             raise _unequal(traced[small], traced[large])
         parameters = list(self._model.parameters())
         return TracedLoop(
             type(getattr(self._model, "_orig_mod", self._model)).__name__.removeprefix("FSDP"),
-            StepPeaks.from_lines(lines, single_row=traced[1].timelines(1)),
+            StepEvents(0, {size: (events,) for size, events in sorted(traced.items())}),
             num_parameters=sum(one.numel() for one in parameters),
             num_trainable=sum(one.numel() for one in parameters if one.requires_grad),
-            attention_elements=-(-self._mode.attention_elements // large),
             is_compiled=any(
                 hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in self._model.modules()
             ),
@@ -282,41 +275,20 @@ def _require_optimizer_of(model: nn.Module, optimizer: Any) -> None:
         )
 
 
-def _lines(small: StepTrace, large: StepTrace) -> StepLines | None:
-    """The lines of two steps with ``SMALL_BATCH_SIZES`` samples. None if they ran different operations.
-
-    They grow by the bytes of tensors: as the allocator rounds them up, two or three small samples may take the same.
-    """
-    exact = [
-        trace.timelines(size, granularity_bytes=1)
-        for size, trace in zip(SMALL_BATCH_SIZES, (small, large), strict=True)
-    ]
-    one, other = (next(iter(timelines.values())).operations for timelines in exact)
-    lines = StepLines.from_timelines(*exact, seq_len=0) if one == other else None
-    if lines is None:
-        return None
-    rounded = small.timelines(SMALL_BATCH_SIZES[0])
-    by_kind = {
-        kind: [
-            Line(line.intercept_bytes + live - exact_live, line.slope_bytes)
-            for line, live, exact_live in zip(
-                lines.by_kind[kind], timeline.live_bytes, exact[0][kind].live_bytes, strict=True
-            )
-        ]
-        for kind, timeline in rounded.items()
-    }
-    return replace(lines, by_kind=by_kind)
+def _are_alike(small: Events, large: Events) -> bool:
+    """Whether steps of two sizes differ in bytes alone."""
+    return len(small) == len(large) and extended(small, large, 1) == large
 
 
-def _unequal(small: StepTrace, large: StepTrace) -> InputError:
+def _unequal(small: Events, large: Events) -> InputError:
     """The error for steps that ran different operations."""
-    one, other = (next(iter(trace.timelines(1).values())) for trace in (small, large))
-    ended = ("the end",)
-    pairs = list(zip(one.operations + ended, other.operations + ended, strict=False))
-    place = next(index for index, (first, second) in enumerate(pairs) if first != second)
-    phase = (one.phases + other.phases[-1:])[min(place, len(one.phases))]
+    ended = Event("the end", "the end", "", 0)
+    one, other = ([event for event in events if event.phase != BEFORE] for events in (small, large))
+    pairs = list(zip([*one, ended], [*other, ended], strict=False))
+    place = next((place for place, (first, second) in enumerate(pairs) if first[:3] != second[:3]), 0)
     first, second = pairs[place]
+    phase = first.phase if first is not ended else second.phase
     return InputError(
-        f"`train_step` must run the same operations at all batch sizes, but operation {place} ({phase}) is {first} with"
-        f" {SMALL_BATCH_SIZES[0]} samples and {second} with {SMALL_BATCH_SIZES[1]}."
+        f"`train_step` must run the same operations at all batch sizes, but in {phase} is {first.operation} with"
+        f" {SMALL_BATCH_SIZES[0]} samples and {second.operation} with {SMALL_BATCH_SIZES[1]}."
     )

@@ -9,11 +9,11 @@ from torch import nn
 
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.plan.trace.fake_step import FakeStep
-from torchtune_adaptive.plan.trace.recorder import CUDA_GRANULARITY_BYTES, ON_HOST, StepTrace
+from torchtune_adaptive.plan.trace.recorder import ON_HOST, StepTrace
 
 
 class LoopTracer:
-    """Traces optimizer steps of a loop: the live bytes after each operation, by kind.
+    """Traces optimizer steps of a loop: the memory they take and give back, by kind.
 
     Args:
         loop: its models and optimizers hold fake tensors of ``mode``. It reports its phases to ``enter_phase``, and
@@ -62,12 +62,11 @@ class LoopTracer:
             self._trace.mark(batch, "activations")
 
     def _traced(self, micro_batches: Sequence[Any]) -> StepTrace:
-        like_cuda, on_host = self._mode.like_cuda, self._keeps_on_host
-        trace = StepTrace(
-            granularity_bytes=CUDA_GRANULARITY_BYTES if like_cuda else 1, steps_on_host=on_host, by_gloo=not like_cuda
-        )
+        on_host = self._keeps_on_host
+        trace = StepTrace(like_cuda=self._mode.like_cuda, steps_on_host=on_host)
         model = self.loop.model
-        trace.mark([list(model.buffers()), list(map(_kept_by, model.modules()))], "parameters")
+        trace.mark(list(model.buffers()), "parameters")
+        trace.mark(list(map(_kept_by, model.modules())), "parameters")
         trace.mark(list(model.parameters()), ON_HOST if on_host else "parameters")
         for one in self._frozen:
             trace.mark(list(one.buffers()), "frozen models")

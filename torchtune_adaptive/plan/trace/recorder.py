@@ -1,7 +1,8 @@
-"""Trace the live bytes of a train step on fake tensors, after each operation and by kind."""
+"""Record the memory that a train step on fake tensors takes and gives back, by kind."""
 
-from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -10,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive.engine.memory.operations import plain_parts
 from torchtune_adaptive.engine.memory.storages import Storages, WatchOperations
-from torchtune_adaptive.engine.memory.timeline import Timeline
+from torchtune_adaptive.plan.allocator import ceil_to
+from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events
 from torchtune_adaptive.plan.trace.fake_tensors import device_of
 
-CUDA_GRANULARITY_BYTES = 512  # of its caching allocator (kMinBlockSize in c10/core/AllocatorConfig.h of torch 2.13)
 Kind: TypeAlias = Literal[
     "parameters",
     "frozen models",
@@ -29,49 +30,57 @@ ON_HOST = "on the host"  # marks tensors that are not on the device and are not 
 Mark: TypeAlias = Kind | Literal["on the host"]
 
 
+_END = "end of the step"  # in the place of an operation
+
+
 class _Change(NamedTuple):
     """A storage that grows by ``change_bytes`` in operation number ``operation``."""
 
     operation: int
     storage: int
     change_bytes: int
+    stream: int
 
 
 class StepTrace:
-    """Traces the operations within ``with trace:``. ``timelines`` returns the live bytes after each of them.
+    """Traces the operations within ``with trace:``. ``events`` returns the memory that they take and give back.
 
     A storage has one kind for its whole life: the last one with which it was marked. An unmarked storage counts as
     temporary if it was made during clipping or the optimizer step, and as an activation otherwise. FSDP2's tensors are
     recognised by the operations that make them: gathered parameters are resized, gradients are concatenated.
+
     Args:
-        granularity_bytes: the device's allocator rounds allocations up to a multiple of this.
+        like_cuda: trace what CUDA would run: sums of gradients in place, the scratch memory of attention. On a CPU,
+            gloo's reduce-scatter copies its input.
         steps_on_host: clipping and the optimizer step run on the host.
-        by_gloo: collectives run on gloo, whose reduce-scatter copies its input.
     """
 
-    def __init__(self, *, granularity_bytes: int = 1, steps_on_host: bool = False, by_gloo: bool = False) -> None:
+    def __init__(self, *, like_cuda: bool = False, steps_on_host: bool = False) -> None:
         self._kind_after_backward: Mark = ON_HOST if steps_on_host else "temporaries"
-        self._by_gloo = by_gloo
-        self._granularity_bytes = granularity_bytes
+        self._like_cuda = like_cuda
         self._storages = Storages(self._record_change)
+        self._streams: list[Any] = [torch.cpu.current_stream()]
+        self._summed: dict[int, int] = {}  # by operation that adds: the storage that CUDA would add to
+        self._num_before = 0  # changes
         self._watch = _WatchFakes(self._after_operation, self._after_resize)
         self._changes: list[_Change] = []  # not rounded
         self._operations: list[str] = []
         self._phases: list[str] = []
         self._phase = ""
         self._kinds: dict[int, Mark] = {}  # by storage
-        self._unused_kinds: set[Mark] = {"frozen models", "other tensors"}
+        self._num_marks = 0
+        self._marked: list[str] = []  # for each change before the step: which call of ``mark`` it belongs to
 
     def mark(self, values: Any, kind: Mark) -> None:
         """Count the storages of the tensors in ``values`` as ``kind``. Containers may be nested."""
+        self._num_marks += 1
         for value in tree_leaves(values):
             for tensor in plain_parts(value):
                 self._kinds[self._storages.see(tensor.untyped_storage())] = kind
-                self._unused_kinds.discard(kind)
 
     def mark_others(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Count the storages that are not counted yet as "other tensors"."""
-        self._unused_kinds.discard("other tensors")
+        self._num_marks += 1
         for storage in storages:
             if storage not in self._storages:
                 self._kinds[self._storages.see(storage)] = "other tensors"
@@ -80,25 +89,80 @@ class StepTrace:
         """Assign the following operations to phase ``name``, for example "forward"."""
         self._phase = name
 
-    def timelines(self, batch_size: int, *, granularity_bytes: int | None = None) -> dict[str, Timeline]:
-        """The timeline of each kind of device memory, for a step with ``batch_size`` rows.
+    def events(self) -> Events:
+        """Memory of the device in order: first what existed before the step.
 
-        Allocations are rounded up to ``granularity_bytes``, by default those of the device's allocator. "frozen models"
-        and "other tensors" are missing if they were never marked, as with most methods.
+        A phase whose first operation takes nothing begins with an event of 0 bytes, as it has memory all the same. What
+        is given back before that operation belongs to the phase before.
         """
-        live_bytes: dict[str, list[int]] = {kind: [] for kind in KINDS if kind not in self._unused_kinds}
-        now_bytes: dict[str, int] = defaultdict(int)
-        changes = deque(self._rounded(granularity_bytes or self._granularity_bytes))
-        for index in range(len(self._operations)):
-            while changes and changes[0][0] <= index:
-                _, storage, change_bytes = changes.popleft()
-                now_bytes[self._kinds[storage]] += change_bytes
-            for kind, values in live_bytes.items():
-                values.append(now_bytes[kind])
-        operations, phases = tuple(self._operations), tuple(self._phases)
-        return {kind: Timeline(batch_size, operations, tuple(values), phases) for kind, values in live_bytes.items()}
+        found: list[Event] = []
+        taken: dict[int, int] = {}  # by storage that is live: the event that took it
+        sizes: dict[int, int] = {}
+        starts = deque(index for index, pair in enumerate(pairwise(("", *self._phases))) if pair[0] != pair[1])
+        for index, (operation, storage, change_bytes, stream) in enumerate(self._summed_in_place()):
+            if self._kinds[storage] == ON_HOST:
+                continue
+            if index >= self._num_before:
+                found += self._entered(starts, before=operation)
+            phase, name = (BEFORE, self._marked[index]) if index < self._num_before else self._place(operation)
+            if index >= self._num_before and starts and starts[0] == operation:
+                if change_bytes > 0:
+                    starts.popleft()
+                elif operation:
+                    phase = self._phases[operation - 1]
+            if storage in taken:
+                at = taken.pop(storage)
+                found.append(Event(phase, name, found[at].kind, 0, taken=at))
+            sizes[storage] = sizes.get(storage, 0) + change_bytes
+            if sizes[storage] > 0:
+                taken[storage] = len(found)
+                found.append(Event(phase, name, self._kinds[storage], sizes[storage], stream))
+        return (*found, *self._entered(starts, before=len(self._operations)))
+
+    def _entered(self, starts: deque[int], *, before: int) -> Iterator[Event]:
+        """An event for each phase whose first operation comes before the one of that number."""
+        while starts and starts[0] < before:
+            phase, name = self._place(starts.popleft())
+            yield Event(phase, name, "", 0)
+
+    def _place(self, operation: int) -> tuple[str, str]:
+        """Phase and name of the operation with that number, or of the end of the step."""
+        if operation < len(self._operations):
+            return self._phases[operation], self._operations[operation]
+        return self._phases[-1], _END
+
+    def _summed_in_place(self) -> list[_Change]:
+        """The changes, but a sum of gradients has the storage of its first operand if that ends with it.
+
+        torch adds in place where nothing else needs the operand, but not on fake tensors (InputBuffer.cpp).
+        """
+        changes, renamed = list(self._changes), dict[int, int]()
+        index = self._num_before
+        while index < len(changes):
+            change = changes[index]
+            donor = self._summed.get(change.operation)
+            donor = renamed.get(donor, donor) if donor is not None else None
+            if donor is not None and change.change_bytes > 0 and (end := self._end_of(donor, changes, index, renamed)):
+                renamed[change.storage] = donor
+                self._kinds[donor] = self._kinds[change.storage]
+                del changes[end], changes[index]
+                continue
+            changes[index] = change._replace(storage=renamed.get(change.storage, change.storage))
+            index += 1
+        return changes
+
+    def _end_of(self, storage: int, changes: list[_Change], index: int, renamed: dict[int, int]) -> int | None:
+        """The index of the change that frees the storage, if nothing of the device is taken before."""
+        for place in range(index + 1, len(changes)):
+            change = changes[place]
+            if change.change_bytes > 0 and self._kinds[change.storage] != ON_HOST:
+                return None
+            if renamed.get(change.storage, change.storage) == storage:
+                return place if change.change_bytes == -changes[index].change_bytes else None
+        return None
 
     def __enter__(self) -> "StepTrace":
+        self._num_before = len(self._changes)
         self._watch.__enter__()
         return self
 
@@ -107,22 +171,22 @@ class StepTrace:
     ) -> None:
         self._watch.__exit__(kind, error, traceback)
 
-    def _rounded(self, granularity_bytes: int) -> list[_Change]:
-        """The changes of storages whose sizes are rounded up."""
-        sizes: dict[int, int] = defaultdict(int)
-        rounded: list[_Change] = []
-        for operation, storage, change_bytes in self._changes:
-            before, sizes[storage] = sizes[storage], sizes[storage] + change_bytes
-            blocks = -(-sizes[storage] // granularity_bytes) - -(-before // granularity_bytes)
-            rounded.append(_Change(operation, storage, blocks * granularity_bytes))
-        return rounded
-
     def _record_change(self, storage: int, change_bytes: int) -> None:
         # A change counts for the next operation to end: outputs are seen before their own operation ends, and memory
         # freed after it is missing from the next one on.
         is_after_backward = self._phase in ("clip", "optimizer")
         self._kinds.setdefault(storage, self._kind_after_backward if is_after_backward else "activations")
-        self._changes.append(_Change(len(self._operations), storage, change_bytes))
+        if not self._operations:
+            self._marked.append(f"mark {self._num_marks}")
+        self._changes.append(_Change(len(self._operations), storage, change_bytes, self._stream()))
+
+    def _stream(self) -> int:
+        """The number of the stream that is current. FSDP2 uses stand-ins for streams on a CPU, too."""
+        stream = torch.cpu.current_stream()
+        number = next((number for number, known in enumerate(self._streams) if known is stream), len(self._streams))
+        if number == len(self._streams):
+            self._streams.append(stream)
+        return number
 
     def _after_operation(self, func: Any, inputs: Any, outputs: Any) -> None:
         # "prim": optimizers query fake parameters. "profiler": torch 2.9 marks compiled code, but not at every size.
@@ -134,11 +198,26 @@ class StepTrace:
                     self._storages.see(tensor.untyped_storage())
         if func.namespace == "fsdp":
             self._mark_fsdp_tensors(func.__name__, inputs, outputs)
+        if self._like_cuda and self._phase == "backward":
+            self._follow_cuda(func, inputs[0])
         self._end_operation(str(func))
-        if self._by_gloo and func is torch.ops.c10d._reduce_scatter_base_.default:
+        if not self._like_cuda and func is torch.ops.c10d._reduce_scatter_base_.default:
             copy = torch.empty_like(inputs[0][1])  # gloo holds it until this rank has copied its part
             self.mark(copy, "gradients")
             self._end_operation("gloo's copy")
+
+    def _follow_cuda(self, func: Any, args: Any) -> None:
+        """Note what CUDA does within an operation of the backward pass."""
+        if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
+            operand = next(iter(plain_parts(args[0])), None)
+            if operand is not None and not operand._is_view() and operand.untyped_storage() in self._storages:
+                self._summed[len(self._operations)] = self._storages.see(operand.untyped_storage())
+        elif func.__name__.startswith("_scaled_dot_product_flash_attention") and "backward" in func.__name__:
+            batch, heads, tokens, head_dim = args[1].shape
+            # float32 sums for the softmax and for the queries' gradient (flash_attn/flash_api.cpp)
+            tokens, head_dim = ceil_to(tokens, 128), ceil_to(head_dim, 32)
+            sums = [torch.empty(batch, heads, tokens), torch.empty(batch, tokens, heads, head_dim)]
+            self.mark(sums, "temporaries")
 
     def _after_resize(self, storage: torch.UntypedStorage) -> None:
         if storage in self._storages:

@@ -13,10 +13,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.engine.memory.timeline import Timeline
 from torchtune_adaptive.plan.trace.cache import Answers
 from torchtune_adaptive.plan.trace.keys import traced_content
-from torchtune_adaptive.plan.trace.peaks import TracedStep
+from torchtune_adaptive.plan.trace.step_events import TracedStep
 
 
 class Tracer:
@@ -51,16 +50,11 @@ class Tracer:
                 traced: TracedStep = _config_steps().trace_config(
                     cfg, world_size=world_size, seq_lens=missing, shows_progress=self._shows_progress
                 )
-            for peaks in traced.peaks:
-                steps[peaks.seq_len] = replace(traced, peaks=(peaks,))
-                self._answers.write(questions[peaks.seq_len], steps[peaks.seq_len].as_json())
+            for one in traced.lengths:
+                steps[one.seq_len] = replace(traced, lengths=(one,))
+                self._answers.write(questions[one.seq_len], steps[one.seq_len].as_json())
         found = [steps[length] for length in seq_lens]
-        return replace(found[0], peaks=tuple(step.peaks[0] for step in found))
-
-    def whole_step(self, cfg: DictConfig, *, world_size: int, batch_size: int, seq_len: int) -> dict[str, Timeline]:
-        """The timelines of one step with all layers of the model, by kind of memory. Errors are those of ``step``."""
-        with _quietly():
-            return _config_steps().trace_whole_step(cfg, world_size=world_size, batch_size=batch_size, seq_len=seq_len)
+        return replace(found[0], lengths=tuple(step.lengths[0] for step in found))
 
     def _kept(self, question: Any) -> TracedStep | None:
         with suppress(ValueError, TypeError, LookupError):  # a file with another content

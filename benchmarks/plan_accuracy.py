@@ -1,0 +1,369 @@
+"""Does a plan know what torch's allocator reserves, and which sizes fit?
+
+    .venv-simulated-gpu/bin/python -m benchmarks.plan_accuracy --output benchmarks/results/plan_accuracy_simulated.md
+
+Plans the steps of ``CASES`` and runs them on a GPU, by default a simulated one, with random weights: three steps of
+each size, from an empty cache. Then tries every size near a limit, one step as a search does.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.provenance import provenance
+from benchmarks.tables import publish, table
+
+COMMAND = "python -m benchmarks.plan_accuracy"
+GIB = 2**30
+CARD_GIB = 200  # memory of the simulated GPU: all measured steps fit
+STEPS = 3
+NEAR = 3  # sizes that are tried above and below the planned one
+
+ABOUT = """\
+*reserved*: the most that torch's allocator reserved in the last of three steps, in GiB; *plan*: the error of the plan
+for the same. *allocated* is the error of allocated bytes. Sizes are rows of a rank. A size fits if its step runs under
+the limit and the allocator need not empty its cache, as in a search; every size near the planned one was tried.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run: a config with ``changes``, on ``ranks`` ranks.
+
+    Attributes:
+        group: the cases whose errors are summed up together.
+        sizes: whose steps are measured.
+        limits_gib: under which the largest size is looked for.
+        expandable: torch's allocator has expandable segments.
+    """
+
+    group: str
+    config: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    seq_len: int = 2048
+    ranks: int = 1
+    sizes: tuple[int, ...] = (1, 2, 4, 8)
+    limits_gib: tuple[float, ...] = ()
+    expandable: bool = False
+
+
+_AC = {"enable_activation_checkpointing": True}
+_PLAIN_LOSS = {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}
+_LISTS = {
+    "optimizer__fused": False,
+    "optimizer__foreach": True,
+    "clip_grad_norm": 1.0,
+    "gradient_accumulation_steps": 2,
+}
+_ONE_BY_ONE = {"optimizer__fused": False, "optimizer__foreach": False}
+_OFFLOADING = _AC | {"enable_activation_offloading": True}
+_IN_BACKWARD = {"optimizer_in_bwd": True}
+_8BIT = {"optimizer": {"_component_": "torchao.optim.AdamW8bit", "lr": 2e-5}}
+_1B, _3B, _8B = "llama3_2/1B_{}", "llama3_2/3B_{}", "llama3_1/8B_{}"
+
+CASES = {
+    "1B full": Case(
+        group="full", config=_1B.format("full"), sizes=(1, 2, 3, 5, 8, 12, 16), limits_gib=(24, 40, 60, 80)
+    ),
+    "1B full, plain loss": Case(
+        group="full", config=_1B.format("full"), changes=_PLAIN_LOSS, sizes=(1, 2, 4, 8, 12), limits_gib=(40, 80)
+    ),
+    "1B full, accumulation and lists": Case(
+        group="full", config=_1B.format("full"), changes=_LISTS, limits_gib=(32, 60)
+    ),
+    "1B full, one by one": Case(group="full", config=_1B.format("full"), changes=_ONE_BY_ONE, limits_gib=(24,)),
+    "1B full, rows of 512": Case(
+        group="full", config=_1B.format("full"), seq_len=512, sizes=(1, 3, 9, 27), limits_gib=(24, 40)
+    ),
+    "3B full": Case(group="full", config=_3B.format("full"), sizes=(1, 2, 4, 8, 16, 26), limits_gib=(40, 60, 80)),
+    "8B full": Case(group="full", config=_8B.format("full"), sizes=(1, 2, 4, 8, 9, 12), limits_gib=(70, 80)),
+    "1B full, checkpointing": Case(
+        group="checkpointing", config=_1B.format("full"), changes=_AC, sizes=(1, 2, 4, 8, 16, 32), limits_gib=(24, 40)
+    ),
+    "1B LoRA, checkpointing": Case(
+        group="checkpointing", config=_1B.format("lora"), changes=_AC, sizes=(1, 2, 4, 8, 16, 32), limits_gib=(24, 40)
+    ),
+    "8B LoRA, checkpointing": Case(
+        group="checkpointing", config=_8B.format("lora"), changes=_AC, sizes=(1, 2, 4, 8, 16), limits_gib=(24, 40)
+    ),
+    "1B full, offloading": Case(
+        group="offloading", config=_1B.format("full"), changes=_OFFLOADING, sizes=(1, 2, 4, 8, 16), limits_gib=(24,)
+    ),
+    "1B LoRA": Case(group="LoRA", config=_1B.format("lora"), sizes=(1, 2, 4, 8, 14), limits_gib=(12, 24, 40, 80)),
+    "3B LoRA": Case(group="LoRA", config=_3B.format("lora"), sizes=(1, 2, 4, 7), limits_gib=(24, 40, 80)),
+    "8B LoRA": Case(group="LoRA", config=_8B.format("lora"), sizes=(1, 2, 3, 4), limits_gib=(40, 80)),
+    "1B LoRA, rows of 4096": Case(
+        group="LoRA", config=_1B.format("lora"), seq_len=4096, sizes=(1, 2, 3, 5), limits_gib=(24, 40)
+    ),
+    "1B LoRA, rows of 300": Case(
+        group="LoRA", config=_1B.format("lora"), seq_len=300, sizes=(1, 5, 20, 50), limits_gib=(12, 24)
+    ),
+    "1B full, optimizer in backward": Case(
+        group="optimizer", config=_1B.format("full_single_device"), changes=_IN_BACKWARD, limits_gib=(24,)
+    ),
+    "1B full, SGD": Case(
+        group="optimizer",
+        config=_1B.format("full"),
+        changes={"optimizer": {"_component_": "torch.optim.SGD", "lr": 1e-4, "momentum": 0.9}},
+        limits_gib=(24,),
+    ),
+    "1B full, Adafactor": Case(
+        group="optimizer",
+        config=_1B.format("full"),
+        changes={"optimizer": {"_component_": "torch.optim.Adafactor", "lr": 1e-4}},
+        limits_gib=(24,),
+    ),
+    "1B full on 2 ranks": Case(group="ranks", config=_1B.format("full"), ranks=2, limits_gib=(24, 40)),
+    "3B full on 2 ranks": Case(group="ranks", config=_3B.format("full"), ranks=2, limits_gib=(24, 40)),
+    "1B LoRA on 2 ranks": Case(group="ranks", config=_1B.format("lora"), ranks=2, limits_gib=(24, 40)),
+    "3B LoRA on 2 ranks": Case(group="ranks", config=_3B.format("lora"), ranks=2, sizes=(1, 2, 4), limits_gib=(24,)),
+    "1B full on 2 ranks, not resharded": Case(
+        group="ranks",
+        config=_1B.format("full"),
+        changes={"fsdp_reshard_after_forward": False},
+        ranks=2,
+        limits_gib=(24,),
+    ),
+    "1B full on 2 ranks, checkpointing": Case(
+        group="ranks", config=_1B.format("full"), changes=_AC, ranks=2, sizes=(1, 2, 4, 8, 16), limits_gib=(24,)
+    ),
+    "3B full on 4 ranks": Case(group="ranks", config=_3B.format("full"), ranks=4, limits_gib=(24,)),
+    "1B full, expandable": Case(group="expandable", config=_1B.format("full"), expandable=True, limits_gib=(24, 40)),
+    "8B full, expandable": Case(
+        group="expandable", config=_8B.format("full"), sizes=(2, 4, 8), expandable=True, limits_gib=(70,)
+    ),
+}
+
+
+# ---- in processes of their own
+
+
+def _config(case: Case) -> Any:
+    from omegaconf import OmegaConf
+
+    from torchtune_adaptive.stock.configs import load_config
+
+    cfg = load_config(case.config)
+    ours = {"device": "cuda", "adaptive": {}, "gradient_accumulation_steps": 1, "tokenizer__max_seq_len": case.seq_len}
+    for key, value in (ours | case.changes).items():
+        OmegaConf.update(cfg, key.replace("__", "."), value, merge=False)
+    return cfg
+
+
+def _planned(case: Case) -> dict[str, Any]:
+    """Allocated and reserved bytes of each size, and the largest size below each limit."""
+    from torchtune_adaptive.plan.decide import BatchSizes, Device
+    from torchtune_adaptive.plan.gpu import Overhead
+    from torchtune_adaptive.plan.trace.tracer import Tracer
+
+    started = time.process_time()
+    (step,) = Tracer().step(_config(case), world_size=case.ranks, seq_lens=[case.seq_len]).lengths
+    overhead = Overhead(workspaces=(8519680,) * 2, expandable=case.expandable, caches=True)
+    found: dict[str, Any] = {"sizes": {}, "largest": {}}
+    for limit in case.limits_gib or (CARD_GIB,):
+        device = Device(name="", memory_bytes=int(limit * GIB), margin=0, overhead=overhead)
+        found["largest"][str(limit)] = BatchSizes(step, device).largest
+    sizes = BatchSizes(step, Device(name="", memory_bytes=CARD_GIB * GIB, margin=0, overhead=overhead))
+    for rows in case.sizes:
+        memory = sizes.memory(rows)
+        found["sizes"][str(rows)] = [memory.allocated_bytes, memory.reserved_bytes]
+    return found | {"seconds": time.process_time() - started}
+
+
+def _measured(case: Case, tried: dict[str, list[int]]) -> dict[str, Any]:
+    """The same of real steps. ``tried``: by limit, the sizes of which one step is tried."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.live import loop_of, probe_maker, real_steps
+    from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
+    from benchmarks.on_gpu.stage import stage_for
+    from torchtune_adaptive.engine.distributed.snapshot import UnchangedParameters
+    from torchtune_adaptive.engine.memory.out_of_memory import free_memory, is_out_of_memory
+
+    UnchangedParameters.first_changed = lambda self: ""  # a simulated GPU has no values
+    cuda = torch.cuda
+    stage = replace(stage_for(Path(tempfile.mkdtemp()), seconds=3600), seq_len=case.seq_len)
+    if case.ranks > 1:
+        stage = replace(stage, device=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+        cuda.set_device(stage.device)
+        dist.init_process_group("nccl")
+    else:
+        start_group(stage)
+    cfg = random_config(stage, case.config, num_rows=4096, use_maximum_batch_size=False, **case.changes)
+    recipe = live_random_recipe(cfg)
+    loop, make_batch = loop_of(recipe, is_metered=False), probe_maker(recipe)
+    found: dict[str, Any] = {"sizes": {}, "fits": {}}
+    with real_steps(recipe, loop_of(recipe), limit_bytes=None):
+        for rows in case.sizes:
+            free_memory(stage.device)
+            for _ in range(STEPS):
+                cuda.reset_peak_memory_stats()
+                loop.step(make_batch(rows))
+            found["sizes"][str(rows)] = [cuda.max_memory_allocated(), cuda.max_memory_reserved()]
+        for limit, sizes in tried.items():
+            found["fits"][limit] = {}
+            for rows in sizes:
+                free_memory(stage.device)
+                retries = cuda.memory_stats()["num_alloc_retries"]
+                cuda.set_per_process_memory_fraction(float(limit) * GIB / cuda.mem_get_info()[1])
+                try:
+                    loop.step(make_batch(rows))
+                    fits = cuda.memory_stats()["num_alloc_retries"] == retries
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    fits = False
+                    error.__traceback__ = None
+                cuda.set_per_process_memory_fraction(1.0)
+                found["fits"][limit][str(rows)] = fits
+                if not fits and case.ranks > 1:
+                    break  # the collectives of an aborted step may not match
+    return found
+
+
+def _in_process(case: Case, name: str, what: str, folder: Path, *, content: Any = None) -> dict[str, Any]:
+    """What a process of its own, or one for each rank, finds."""
+    out = folder / f"{name}.{what}.json"
+    out.with_suffix(".in").write_text(json.dumps(content))
+    launch = [sys.executable, "-m"]
+    if what == "measured" and case.ranks > 1:
+        launch += ["torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}", "-m"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "SIMULATED_GPU_GIB": str(CARD_GIB)}
+    environment["SIMULATED_GPUS"] = str(case.ranks)
+    if case.expandable:
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    done = subprocess.run(
+        [*launch, "benchmarks.plan_accuracy", "--case", name, "--step", what, "--out", str(out)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode or not out.exists():
+        raise RuntimeError(f"{name}, {what}: {' '.join(done.stdout.splitlines()[-12:])}")
+    return json.loads(out.read_text())
+
+
+# ---- the document
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was planned and what was measured for a case."""
+
+    name: str
+    case: Case
+    planned: dict[str, Any]
+    measured: dict[str, Any]
+
+    def errors(self, place: int) -> Iterator[tuple[int, float]]:
+        """For each size its rows and the plan's error, of allocated (0) or of reserved (1) bytes."""
+        for rows, figures in self.measured["sizes"].items():
+            yield int(rows), self.planned["sizes"][rows][place] / figures[place] - 1
+
+    def limits(self) -> Iterator[tuple[str, int, int]]:
+        """Each limit with the planned and the found largest size."""
+        for limit, fits in self.measured["fits"].items():
+            found = max((int(rows) for rows, does_fit in fits.items() if does_fit), default=0)
+            yield limit, self.planned["largest"][limit], found
+
+
+def outcome(name: str, case: Case, folder: Path) -> Outcome:
+    """Plan and measure a case."""
+    planned = _in_process(case, name, "planned", folder)
+    tried = {
+        limit: list(range(max(1, largest - NEAR), largest + NEAR + 1))
+        for limit, largest in planned["largest"].items()
+        if case.limits_gib
+    }
+    return Outcome(name, case, planned, _in_process(case, name, "measured", folder, content=tried))
+
+
+def document(outcomes: Sequence[Outcome], seconds: float) -> Iterator[str]:
+    """The lines of the result."""
+    yield from ["# Plans against what torch's allocator reserves", ""]
+    yield provenance(COMMAND, seconds=seconds, device=f"a simulated GPU of {CARD_GIB} GiB")
+    yield from ["", ABOUT, "## Errors", ""]
+    groups = dict.fromkeys(one.case.group for one in outcomes)
+    rows = [_summary(group, [one for one in outcomes if one.case.group == group]) for group in groups]
+    header = ["group", "steps", "allocated: median", "worst", "reserved: median", "worst"]
+    yield from table(header, [*rows, _summary("all", outcomes)])
+    limits = [(one.name, *limit) for one in outcomes for limit in one.limits()]
+    exact = sum(planned == found for _, _, planned, found in limits)
+    near = sum(abs(planned - found) == 1 for _, _, planned, found in limits)
+    above = sum(planned > found for _, _, planned, found in limits)
+    yield from ["", "## Largest sizes", ""]
+    yield f"Of {len(limits)} limits {exact} have the planned size, {near} differ by one row, and {above} were too high."
+    cells = [[name, limit, str(planned), str(found)] for name, limit, planned, found in limits]
+    yield from ["", *table(["case", "limit, GiB", "planned", "found"], cells)]
+    yield from ["", "## Steps", ""]
+    steps = [
+        [
+            one.name,
+            str(size),
+            f"{one.measured['sizes'][str(size)][1] / GIB:.2f}",
+            f"{reserved:+.2%}",
+            f"{allocated:+.2%}",
+        ]
+        for one in outcomes
+        for (size, reserved), (_, allocated) in zip(one.errors(1), one.errors(0), strict=True)
+    ]
+    yield from table(["case", "rows", "reserved", "plan", "allocated"], steps)
+
+
+def _summary(name: str, outcomes: Sequence[Outcome]) -> list[str]:
+    cells = [name]
+    for place in (0, 1):
+        errors = sorted((error for one in outcomes for _, error in one.errors(place)), key=abs)
+        cells += [f"{median(map(abs, errors)):.2%}", f"{errors[-1]:+.2%}"]
+    return [name, str(sum(1 for one in outcomes for _ in one.errors(0))), *cells[1:]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--cases", default=";".join(CASES))
+    parser.add_argument("--case")
+    parser.add_argument("--step")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.case:
+        case = CASES[arguments.case]
+        tried = json.loads(arguments.out.with_suffix(".in").read_text())
+        found = _planned(case) if arguments.step == "planned" else _measured(case, tried)
+        if int(os.environ.get("RANK", "0")) == 0:
+            arguments.out.write_text(json.dumps(found))
+        os._exit(0)  # threads of a process group can abort an interpreter that shuts down
+    started = time.perf_counter()
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in filter(None, arguments.cases.split(";")):
+            before = time.perf_counter()
+            try:
+                outcomes.append(outcome(name, CASES[name], Path(folder)))
+            except RuntimeError as error:
+                print(f"failed: {error}", file=sys.stderr)
+                continue
+            last = outcomes[-1]
+            errors = " ".join(f"{rows}: {error:+.2%}" for rows, error in last.errors(1))
+            print(f"{name} ({time.perf_counter() - before:.0f} s): {errors} {list(last.limits())}", file=sys.stderr)
+    lines = list(document(outcomes, time.perf_counter() - started))
+    if arguments.output:
+        publish(lines, arguments.output)
+    else:
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

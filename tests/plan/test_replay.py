@@ -1,0 +1,74 @@
+"""What the allocator makes of a step: figures by phase and by kind, steps one after the other, a limit."""
+
+import pytest
+
+from tests.support.plans import MIB, STEP
+from torchtune_adaptive.plan.allocator import DoesNotFitError
+from torchtune_adaptive.plan.replay import exact, replayed
+from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events
+
+
+def take(phase: str, mib: float, kind: str = "activations", stream: int = 0) -> Event:
+    return Event(phase, "mm", kind, round(mib * MIB), stream)
+
+
+def give(phase: str, taken: int, kind: str = "activations") -> Event:
+    return Event(phase, "mm", kind, 0, taken=taken)
+
+
+STEPS: Events = (take(BEFORE, 30, "parameters"), take("forward", 12), take("backward", 40, "gradients"))
+STEPS += (give("backward", 1), give("optimizer", 2, "gradients"))
+
+
+def test_on_a_cpu_tensors_take_their_own_bytes() -> None:
+    assert STEP.phases == {"forward": 12 * MIB, "loss": 20 * MIB, "backward": 17 * MIB, "optimizer": 12 * MIB}
+    assert STEP.allocated_bytes == STEP.reserved_bytes == 20 * MIB
+    kinds = {"parameters": 2, "optimizer state": 4, "activations": 14, "gradients": 0}
+    assert STEP.kinds() == {kind: mib * MIB for kind, mib in kinds.items()}
+    assert STEP.kinds("backward") == STEP.kinds() | {"activations": 6 * MIB, "gradients": 5 * MIB}
+    odd = exact((Event("forward", "mm", "activations", 1000),))
+    assert (odd.allocated_bytes, odd.live_bytes) == (1000, [1000])
+
+
+def test_the_allocator_rounds_up_and_keeps_what_it_has() -> None:
+    memory = replayed(STEPS)
+    assert memory.phases == {"forward": 42 * MIB, "backward": 82 * MIB, "optimizer": 30 * MIB}
+    assert memory.reserved_bytes == 82 * MIB
+    small = replayed((Event("forward", "mm", "activations", 1000),))
+    assert (small.allocated_bytes, small.reserved_bytes) == (1024, 2 * MIB)
+
+
+def test_workspaces_are_there_before_the_step() -> None:
+    memory = replayed(STEPS, workspaces=(8 * MIB, 8 * MIB))
+    assert memory.allocated_bytes == (82 + 16) * MIB
+    assert memory.kinds()["workspaces"] == 16 * MIB
+    assert memory.reserved_bytes == 82 * MIB + 20 * MIB  # both lie in one segment
+
+
+def test_the_figures_are_those_after_several_steps() -> None:
+    """The first has 9 and 11 MiB in one segment. The second takes the 9 MiB from the segment that had 16."""
+    step = (take("forward", 9), take("forward", 16), take("forward", 11), *(give("backward", one) for one in (1, 2, 0)))
+    assert replayed(step).reserved_bytes == (16 + 20 + 12) * MIB
+
+
+def test_a_stream_does_not_use_the_free_memory_of_another() -> None:
+    step = (take("forward", 30), give("forward", 0), take("forward", 30))
+    assert replayed(step).reserved_bytes == 30 * MIB
+    assert replayed((*step[:2], step[2]._replace(stream=1))).reserved_bytes == 60 * MIB
+
+
+def test_a_step_that_replaces_what_it_found_finds_it_again_in_the_next() -> None:
+    step = (take(BEFORE, 30, "optimizer state"), take("optimizer", 30), give("optimizer", 0, "optimizer state"))
+    memory = replayed(step)
+    assert memory.allocated_bytes == memory.reserved_bytes == 60 * MIB
+
+
+def test_below_a_limit_the_allocator_empties_its_cache_or_the_step_does_not_fit() -> None:
+    step = (take("forward", 30), give("forward", 0), take("backward", 40), give("backward", 2))
+    plenty = replayed(step)
+    assert (plenty.reserved_bytes, plenty.clears) == (70 * MIB, 0)
+    scarce = replayed(step, limit_bytes=50 * MIB)
+    assert scarce.reserved_bytes == 40 * MIB
+    assert scarce.clears > 0
+    with pytest.raises(DoesNotFitError):
+        replayed(step, limit_bytes=39 * MIB)

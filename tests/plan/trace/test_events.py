@@ -1,0 +1,225 @@
+"""A step's events with more layers and more rows, against the events of a program that has so many."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import starmap
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events, between, extended
+
+FEWEST_LAYERS, PERIOD = 4, 2  # as in a plan, where two sorts of layers may alternate
+properties = settings(max_examples=60)
+
+
+class Memory:
+    """Records what a program takes and gives back."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.phase = BEFORE
+
+    def take(self, operation: str, num_bytes: int, kind: str = "activations") -> int:
+        self.events.append(Event(self.phase, operation, kind, num_bytes))
+        return len(self.events) - 1
+
+    def give(self, operation: str, *taken: int) -> None:
+        for one in taken:
+            self.events.append(Event(self.phase, operation, self.events[one].kind, 0, taken=one))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A train step: what it takes in each sort of layer, and before and after the layers.
+
+    Attributes:
+        sorts: bytes that each sort of layer keeps for backward; layer n is of sort n modulo their number.
+        ends: bytes that are taken before and after the layers.
+        more_at_first: bytes that the first layer also keeps.
+        frees_previous: a layer frees what the one before it has returned.
+        as_lists: the optimizer goes through all layers with each operation, not with all operations through each layer.
+    """
+
+    sorts: list[list[int]]
+    ends: tuple[int, int]
+    more_at_first: list[int]
+    frees_previous: bool
+    as_lists: bool
+
+    def events(self, num_layers: int) -> Events:
+        memory = Memory()
+        layers = [self.sorts[number % len(self.sorts)] for number in range(num_layers)]
+        for sizes in layers:
+            for size in sizes:
+                memory.take("mark 1", size, "parameters")
+        memory.phase = "forward"
+        first = memory.take("embedding", self.ends[0])
+        kept: list[list[int]] = []
+        returned = -1
+        for number, sizes in enumerate(layers):
+            own = [memory.take(f"mm {place}", size) for place, size in enumerate(sizes)]
+            own += [memory.take("first", size) for size in (self.more_at_first if number == 0 else [])]
+            before, returned = returned, memory.take("add", 7)
+            if self.frees_previous and before >= 0:
+                memory.give("mm 0", before)
+            elif before >= 0:
+                own.append(before)
+            kept.append(own)
+        last = memory.take("output", self.ends[1])
+        memory.phase = "backward"
+        gradients: list[list[int]] = []
+        for sizes, own in zip(reversed(layers), reversed(kept), strict=True):
+            gradients.append([memory.take("mm", size, "gradients") for size in sizes])
+            memory.give("mul", *reversed(own))
+        memory.give("sum", first, last, returned)
+        norms = memory.take("stack", 4 * num_layers)  # of all layers
+        memory.phase = "optimizer"
+        if self.as_lists:
+            squares = [memory.take("foreach_mul", 8) for _ in layers]
+            memory.give("foreach_sqrt", *squares)
+        for own in reversed(gradients):
+            memory.give("zero_grad", *own)
+        memory.give("end", norms)
+        return tuple(memory.events)
+
+
+amounts = st.integers(1, 300)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    size = draw(st.integers(1, 4))
+    layers = st.lists(amounts, min_size=size, max_size=size)
+    return Program(
+        sorts=draw(st.lists(layers, min_size=1, max_size=PERIOD)),
+        ends=(draw(amounts), draw(amounts)),
+        more_at_first=draw(st.lists(amounts, max_size=3)),
+        frees_previous=draw(st.booleans()),
+        as_lists=draw(st.booleans()),
+    )
+
+
+@properties
+@given(programs(), st.integers(0, PERIOD - 1), st.integers(0, 30))
+def test_the_events_of_many_layers_follow_from_those_of_few(program: Program, more: int, periods: int) -> None:
+    few = FEWEST_LAYERS + more
+    found = extended(program.events(few), program.events(few + PERIOD), periods)
+    assert found == program.events(few + periods * PERIOD)
+
+
+def without(*indices: int) -> Callable[[Events], Events]:
+    """A function that leaves events out that nothing refers to."""
+    return lambda events: tuple(one for index, one in enumerate(events) if index - len(events) not in indices)
+
+
+PLAIN = Program(sorts=[[10, 20]], ends=(5, 6), more_at_first=[], frees_previous=False, as_lists=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "an event less at the end": without(-1),
+        "another operation": lambda events: (*events[:-1], events[-1]._replace(operation="another")),
+        "another phase": lambda events: tuple(one._replace(phase="loss") for one in events),
+        "other memory is given back": lambda events: (*events[:-1], events[-1]._replace(taken=events[-2].taken)),
+        "fewer events than with fewer layers": lambda events: events[:20],
+    }.items(),
+    ids=lambda change: change[0],
+)
+def test_steps_that_do_not_follow_from_each_other_have_no_others(
+    change: tuple[str, Callable[[Events], Events]],
+) -> None:
+    few, more = PLAIN.events(4), PLAIN.events(6)
+    assert extended(few, more, 3) is not None
+    assert extended(few, change[1](more), 3) is None
+
+
+# ---- rows
+
+
+def rows(number: int, *, loops: bool = False) -> Events:
+    """A step whose activations grow with its rows; two loops over the rows keep 100 bytes in each pass."""
+    memory = Memory()
+    memory.take("", 1000, "parameters")
+    memory.phase = "forward"
+    kept = [memory.take("mm", 50 * number)]
+    for name in ("row", "row of another loop"):
+        for _ in range(number if loops else 1):
+            kept.append(memory.take(name, 100))
+            memory.give(name, memory.take(f"part of a {name}", 30))
+        kept += [memory.take(f"cat {place}", 8) for place in range(8)]
+    memory.phase = "backward"
+    for one in reversed(kept):
+        memory.give(f"{memory.events[one].operation}, backward", one)
+    return tuple(memory.events)
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_the_events_of_many_rows_follow_from_those_of_few(loops: bool) -> None:
+    for number in (2, 3, 4, 100):
+        assert extended(rows(2, loops=loops), rows(3, loops=loops), number - 2) == rows(number, loops=loops)
+
+
+def test_memory_that_would_shrink_below_nothing_has_no_further_rows() -> None:
+    assert (
+        extended((Event("forward", "mm", "activations", 10),), (Event("forward", "mm", "activations", 5),), 5) is None
+    )
+
+
+# ---- rows of other lengths
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of an event: a constant, for each pair of tokens of a row, for each token and for each pair of all rows."""
+
+    constant: int
+    of_pairs: int
+    per_token: int
+    per_pair: int
+    per_row: int = field(default=0)
+
+    def at(self, num_rows: int, seq_len: int) -> int:
+        of_row = self.per_row + self.per_token * seq_len + self.per_pair * seq_len**2
+        return self.constant + self.of_pairs * seq_len**2 + num_rows * of_row
+
+
+few_bytes = st.integers(0, 9)
+
+
+@properties
+@given(
+    st.lists(st.builds(Sizes, few_bytes, few_bytes, few_bytes, few_bytes), min_size=1, max_size=4),
+    st.tuples(st.integers(1, 500), st.integers(501, 999), st.integers(1000, 5000)),
+)
+def test_rows_of_a_length_between_two_others_take_what_they_take(
+    step: list[Sizes], lengths: tuple[int, int, int]
+) -> None:
+    def events(num_rows: int, seq_len: int) -> Events:
+        return tuple(Event("forward", "mm", "activations", one.at(num_rows, seq_len)) for one in step)
+
+    low, middle, high = lengths
+    short, long = ((one, events(2, one), events(3, one)) for one in (low, high))
+    assert between(middle, short, long, (2, 3)) == (events(2, middle), events(3, middle))
+
+
+def test_images_take_the_same_beside_rows_of_any_length() -> None:
+    step = [Sizes(3, 2, 5, 0, per_row=7), Sizes(1, 0, 2, 0, per_row=1000)]
+    steps = {
+        (num_rows, seq_len): tuple(
+            starmap(Event, (("forward", "mm", "activations", one.at(num_rows, seq_len)) for one in step))
+        )
+        for num_rows in (2, 3)
+        for seq_len in (64, 96, 256)
+    }
+    short, long = ((one, steps[2, one], steps[3, one]) for one in (64, 256))
+    assert between(96, short, long, (2, 3), with_images=True) == (steps[2, 96], steps[3, 96])
+
+
+def test_lengths_that_run_other_operations_have_none_between() -> None:
+    short = (8, rows(2), rows(3))
+    assert between(9, short, (10, rows(2), rows(3)), (2, 3)) is not None
+    other = tuple(one._replace(operation="another") for one in rows(3))
+    assert between(9, short, (10, rows(2), other), (2, 3)) is None

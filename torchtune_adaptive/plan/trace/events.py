@@ -1,0 +1,303 @@
+"""The memory that a train step takes and gives back, in order: with more layers and more rows than were traced.
+
+A step with more layers, or with more passes of a loop over rows, repeats a period of its events. Two steps, one with a
+period more than the other, tell where it is, how many bytes grow by the way, and which memory is given back.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
+
+BEFORE = ""  # the phase of what exists before the step
+_LONGEST_PASS = 256  # events
+_SAME_AFTER_LOOP = 8  # events, before which another loop may not begin
+
+
+class Event(NamedTuple):
+    """Memory is taken, or given back.
+
+    Attributes:
+        phase: of the step, such as "forward"; ``BEFORE`` the step.
+        operation: its name, such as "aten.mm.default"; before the step, tensors of the same sort have the same name.
+        kind: of memory, such as "activations".
+        num_bytes: that are taken, not rounded; 0 if memory is given back.
+        stream: in which it is taken, as a number; 0 is the default stream.
+        taken: index of the event that took what is given back; -1 if memory is taken.
+    """
+
+    phase: str
+    operation: str
+    kind: str
+    num_bytes: int
+    stream: int = 0
+    taken: int = -1
+
+
+Events: TypeAlias = tuple[Event, ...]
+
+
+class _Run(NamedTuple):
+    """Events that belong together, such as those of a phase, in a step with few and in one with more periods.
+
+    Attributes:
+        few, more: index of its first event in either step.
+        length: its events in the step with few periods.
+        head: events before the first copy of the period; all of them if it has none.
+        period: events of a period; 0 if it has none.
+    """
+
+    few: int
+    more: int
+    length: int
+    head: int
+    period: int
+
+    def length_with(self, periods: int) -> int:
+        """Its events with so many periods more than few."""
+        return self.length + periods * self.period
+
+
+def extended(few: Events, more: Events, periods: int) -> Events | None:
+    """The events of a step with ``periods`` periods more than ``few``. ``more`` has one more.
+
+    None if the events of the two steps do not follow from each other.
+
+    >>> def layers(n):
+    ...     kept = [Event("forward", "mm", "activations", 8) for _ in range(n)]
+    ...     freed = [Event("backward", "mm", "activations", 0, taken=n - 1 - i) for i in range(n)]
+    ...     return (*kept, *freed)
+    >>> extended(layers(3), layers(4), 7) == layers(10)
+    True
+    """
+    runs = _runs(few, more)
+    if runs is None:
+        return None
+    if periods == 0:
+        return few
+    found = _Extension(few, more, runs, periods).events()
+    if periods == 1 or found is None:
+        return found if found == more else None
+    return found if _Extension(few, more, runs, 1).events() == more else None
+
+
+class _Extension:
+    """Builds the events with ``periods`` more periods than ``few``.
+
+    In ``more``, a run is: head, period, period, tail. In what is built, it has ``periods + 1`` copies of the period.
+    """
+
+    def __init__(self, few: Events, more: Events, runs: list[_Run], periods: int) -> None:
+        self._few, self._more, self._runs, self._periods = few, more, runs, periods
+        self._starts: list[int] = []  # of each run in what is built
+        self._run_of: list[int] = []  # by index in ``more``
+        start = 0
+        for number, run in enumerate(runs):
+            self._starts.append(start)
+            self._run_of += [number] * run.length_with(1)
+            start += run.length_with(periods)
+
+    def events(self) -> Events | None:
+        """The events; None if it is not regular which memory they give back."""
+        built: list[Event] = []
+        given: set[int] = set()
+        for run in self._runs:
+            for place in range(run.length_with(self._periods)):
+                event = self._event(run, place)
+                if event is None or event.num_bytes < 0:
+                    return None
+                if event.taken >= 0:
+                    if event.taken >= len(built) or built[event.taken].taken >= 0 or event.taken in given:
+                        return None
+                    given.add(event.taken)
+                built.append(event)
+        return tuple(built)
+
+    def _event(self, run: _Run, place: int) -> Event | None:
+        """The event at a place of a run."""
+        copy, offset = divmod(place - run.head, run.period) if run.period else (-1, 0)
+        if 0 <= copy <= self._periods:
+            return self._repeated(run, copy, run.head + offset)
+        is_tail = place >= run.head
+        in_more = self._more[run.more + place - (self._periods - 1) * run.period * is_tail]
+        if in_more.taken >= 0:
+            return in_more._replace(taken=self._moved(in_more.taken))
+        in_few = self._few[run.few + place - self._periods * run.period * is_tail]
+        return in_more._replace(num_bytes=in_few.num_bytes + self._periods * (in_more.num_bytes - in_few.num_bytes))
+
+    def _repeated(self, run: _Run, copy: int, place: int) -> Event | None:
+        """An event in a copy of the period; ``place`` is that of its equal in the first copy."""
+        first, second = self._more[run.more + place], self._more[run.more + run.period + place]
+        if first.taken < 0:
+            small = self._few[run.few + place].num_bytes
+            num_bytes = small + self._periods * (first.num_bytes - small) + copy * (second.num_bytes - first.num_bytes)
+            return first._replace(num_bytes=num_bytes)
+        number = self._run_of[first.taken]
+        taken_in = self._runs[number]
+        if self._run_of[second.taken] != number or not taken_in.period:
+            return None
+        target = self._between_copies(taken_in, first.taken - taken_in.more, second.taken - taken_in.more, copy)
+        return first._replace(taken=self._starts[number] + target)
+
+    def _between_copies(self, run: _Run, first: int, second: int, copy: int) -> int:
+        """The place in a run of what a copy gives back, from the places for the first and the second copy of ``more``.
+
+        The places go through the run in order, or in the opposite order, as backward frees what forward has kept. One
+        of the two may be that of a layer at the edge, which has other events than those between.
+        """
+        last, period = self._periods, run.period
+        if second > first:
+            if first < run.head:
+                return first if copy == 0 else second + (copy - 1) * period
+            return first + copy * period if copy < last else second + (last - 1) * period
+        if second < run.head:
+            return second if copy == last else first + (last - 1 - copy) * period
+        return first + (last - 1) * period if copy == 0 else second + (last - copy) * period
+
+    def _moved(self, index: int) -> int:
+        """The index, in what is built, of the event of ``more`` at ``index``, which a single event refers to."""
+        number = self._run_of[index]
+        run = self._runs[number]
+        place = index - run.more
+        if run.period and place >= run.head + run.period:  # counted from the end
+            place += (self._periods - 1) * run.period
+        return self._starts[number] + place
+
+
+def _runs(few: Events, more: Events) -> list[_Run] | None:
+    """The runs of two steps; None if one is not the other with periods inserted."""
+    found: list[_Run] = []
+    for short, long in _pairs(few, more):
+        one, other = ([_label(of[index]) for index in run] for of, run in ((few, short), (more, long)))
+        run = _run(one, other, short.start, long.start)
+        runs = (
+            [run]
+            if run
+            else [_run(one[i], other[j], short.start + i.start, long.start + j.start) for i, j in _split(one, other)]
+        )
+        if None in runs or not runs:
+            return None
+        found += filter(None, runs)
+    covered = sum(run.length for run in found), sum(run.length_with(1) for run in found)
+    return found if covered == (len(few), len(more)) else None
+
+
+def _run(one: list[object], other: list[object], few: int, more: int) -> _Run | None:
+    """The run with these labels, which begin at ``few`` and at ``more``; None if more than a period was inserted."""
+    period = len(other) - len(one)
+    if period == 0:
+        return _Run(few, more, len(one), len(one), 0) if one == other else None
+    # Where both are the same, from the start and from the end, the period repeats.
+    first, last = len(one) - _num_same(one[::-1], other[::-1]), _num_same(one, other)
+    return _Run(few, more, len(one), (first + last - period) // 2, period) if 0 < period <= last - first else None
+
+
+def _split(one: list[object], other: list[object]) -> Iterator[tuple[slice, slice]]:
+    """Parts of the labels of a run, each with one loop: ``other`` has a pass more of each, equal to that before it."""
+    start = i = 0
+    other_start = j = 0
+    while True:
+        same = _num_same(one[i:], other[j:])
+        i, j = i + same, j + same
+        if i == len(one) and j == len(other):
+            yield slice(start, i), slice(other_start, j)
+            return
+        for length in range(1, min(_LONGEST_PASS, j) + 1):
+            end = j + length
+            is_pass = other[j:end] == other[j - length : j]
+            if is_pass and other[end : end + _SAME_AFTER_LOOP] == one[i : i + _SAME_AFTER_LOOP]:
+                break
+        else:
+            return
+        j = end
+        yield slice(start, i), slice(other_start, j)
+        start, other_start = i, j
+
+
+def _pairs(few: Events, more: Events) -> Iterator[tuple[range, range]]:
+    """The index ranges of each run in both steps: of a phase, or of each operation that lists of tensors go through."""
+    for (phase, short), (other_phase, long) in zip(_grouped(few, _part), _grouped(more, _part), strict=False):
+        if phase != other_phase:
+            return
+        parts, other_parts = (
+            [(name, range(run.start + part.start, run.start + part.stop)) for name, part in _grouped(of, _label)]
+            for run, of in ((short, few[short.start : short.stop]), (long, more[long.start : long.stop]))
+        )
+        if len(short) != len(long) and [name for name, _ in parts] == [name for name, _ in other_parts]:
+            yield from zip((part for _, part in parts), (part for _, part in other_parts), strict=True)
+        else:
+            yield short, long
+
+
+def _grouped(events: Events, key: Callable[[Event], object]) -> Iterator[tuple[object, range]]:
+    """Events in a row with the same key, each with their indices."""
+    start = 0
+    for name, group in groupby(events, key):
+        length = sum(1 for _ in group)
+        yield name, range(start, start + length)
+        start += length
+
+
+def _part(event: Event) -> object:
+    return event.phase, event.operation if event.phase == BEFORE else ""
+
+
+def _label(event: Event) -> object:
+    return event.operation, event.kind, event.stream, event.taken < 0
+
+
+def _num_same(one: list[object], other: list[object]) -> int:
+    """How many are the same in both before the first that differs."""
+    same = (first == second for first, second in zip(one, other, strict=False))
+    return next((index for index, is_same in enumerate(same) if not is_same), min(len(one), len(other)))
+
+
+def between(
+    seq_len: int,
+    short: tuple[int, Events, Events],
+    long: tuple[int, Events, Events],
+    rows: tuple[int, int],
+    *,
+    with_images: bool = False,
+) -> tuple[Events, Events] | None:
+    """The events with rows of ``seq_len`` tokens, from those with shorter and with longer rows.
+
+    With n rows of s tokens, an event takes ``c + e * s**2 + n * (a * s + d * s**2)`` bytes. Without dense masks and
+    dense attention, the squared terms are 0. With images, which have the same bytes beside any text, it takes
+    ``c + e * s**2 + n * (i + a * s)``.
+
+    Args:
+        short, long: tokens of a row, with the events of a step of ``rows[0]`` and of one of ``rows[1]`` rows.
+        with_images: whether rows have images beside their text.
+
+    Returns:
+        The events for both numbers of rows. None if the steps differ in more than bytes.
+    """
+    (low_len, *low), (high_len, *high) = short, long
+    if any(_shape(one) != _shape(other) for one, other in zip(low, high, strict=True)) or len(low[0]) != len(low[1]):
+        return None
+    few_rows, more_rows = rows
+    found: list[list[Event]] = [[], []]
+    for low_few, low_more, high_few, high_more in zip(*low, *high, strict=True):
+        lines = [
+            _line(few.num_bytes, more.num_bytes, rows) for few, more in ((low_few, low_more), (high_few, high_more))
+        ]
+        (low_constant, low_slope), (high_constant, high_slope) = lines
+        if with_images:
+            slope = low_slope + (high_slope - low_slope) / (high_len - low_len) * (seq_len - low_len)
+        else:
+            per_pair = (high_slope / high_len - low_slope / low_len) / (high_len - low_len)
+            slope = (low_slope / low_len - per_pair * low_len) * seq_len + per_pair * seq_len**2
+        per_square = (high_constant - low_constant) / (high_len**2 - low_len**2)
+        constant = low_constant + per_square * (seq_len**2 - low_len**2)
+        for events, event, number in zip(found, (low_few, low_more), (few_rows, more_rows), strict=True):
+            events.append(event._replace(num_bytes=round(constant + number * slope)))
+    return tuple(found[0]), tuple(found[1])
+
+
+def _line(few: int, more: int, rows: tuple[int, int]) -> tuple[float, float]:
+    slope = (more - few) / (rows[1] - rows[0])
+    return few - slope * rows[0], slope
+
+
+def _shape(events: Events) -> list[Event]:
+    return [event._replace(num_bytes=0) for event in events]

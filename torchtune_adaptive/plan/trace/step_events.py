@@ -1,0 +1,100 @@
+"""The memory of a train step at any number of rows, from traces of a few rows and layers."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torchtune_adaptive.plan.host_memory import HostFigures
+from torchtune_adaptive.plan.trace.events import Event, Events, extended
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """The events of a step with rows of ``seq_len`` tokens.
+
+    Attributes:
+        seq_len: 0 if the step is that of a user's loop, whose samples need not be rows of tokens.
+        traced: events of the steps that were traced, by their rows. Those of more rows follow from the last two. Of
+            each step: the events with all layers; or with few, and with a period of layers more.
+        periods: of layers that the whole model has more than the first of the traced ones.
+    """
+
+    seq_len: int
+    traced: Mapping[int, tuple[Events, ...]]
+    periods: int = 0
+    _found: dict[int, Events] = field(default_factory=dict, init=False, repr=False, compare=False)  # of the traced rows
+
+    def at(self, batch_size: int) -> Events:
+        """The events of a step of ``batch_size`` rows with all layers."""
+        whole = self._whole(batch_size)
+        assert whole is not None, "it was tried when the step was traced"
+        return whole
+
+    def follows(self, batch_size: int) -> bool:
+        """Whether the step of ``batch_size`` rows follows from those that were traced."""
+        return self._whole(batch_size) is not None
+
+    def as_json(self) -> dict[str, Any]:
+        """The events as JSON values."""
+        return {"seq_len": self.seq_len, "traced": self.traced, "periods": self.periods}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "StepEvents":
+        """The events from the value of ``as_json``."""
+        traced = {int(rows): tuple(map(_events_of, steps)) for rows, steps in content["traced"].items()}
+        return cls(content["seq_len"], traced, content["periods"])
+
+    def _whole(self, batch_size: int) -> Events | None:
+        if batch_size in self._found:
+            return self._found[batch_size]
+        if batch_size in self.traced:
+            few, *more = self.traced[batch_size]
+            whole = extended(few, more[0], self.periods) if more else few
+            if whole is not None:
+                self._found[batch_size] = whole
+            return whole
+        *_, small, large = sorted(self.traced)
+        few, more = self._whole(small), self._whole(large)
+        return None if few is None or more is None else extended(few, more, batch_size - small)
+
+
+def _events_of(content: list[Any]) -> Events:
+    return tuple(Event(*one) for one in content)
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """Events of a config's step by row length, with figures of the model.
+
+    Attributes:
+        num_layers: the trained model's layers.
+        traced_layers: number of layers of each traced model: small models, or the whole model.
+        num_parameters: parameters of all models, over all ranks.
+        paged_bytes: a rank's optimizer state in paged memory, which is not counted as the device's.
+        num_frozen_parameters: the part of ``num_parameters`` in models that are not trained (reference or teacher).
+        sequences: sequences per row of the batch; two for a pair of answers.
+        images, tiles: images of a row, and tiles of an image.
+        host: figures for host memory.
+    """
+
+    lengths: tuple[StepEvents, ...]
+    num_layers: int
+    traced_layers: tuple[int, ...]
+    num_parameters: int
+    paged_bytes: int
+    num_frozen_parameters: int = 0
+    sequences: int = 1
+    images: int = 0
+    tiles: int = 0
+    host: HostFigures = field(default_factory=HostFigures)
+
+    def as_json(self) -> dict[str, Any]:
+        """The step as JSON values."""
+        return vars(self) | {"lengths": [step.as_json() for step in self.lengths], "host": asdict(self.host)}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "TracedStep":
+        """The step from the value of ``as_json``."""
+        lengths = tuple(map(StepEvents.from_json, content["lengths"]))
+        host = HostFigures(**content["host"])
+        return cls(**content | {"lengths": lengths, "traced_layers": tuple(content["traced_layers"]), "host": host})
