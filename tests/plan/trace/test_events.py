@@ -1,14 +1,14 @@
 """A step's events with more layers and more rows, against the events of a program that has so many."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events, between, extended
+from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events, between, extended, with_bytes_of
 
 FEWEST_LAYERS, PERIOD = 4, 2  # as in a plan, where two sorts of layers may alternate
 properties = settings(max_examples=60)
@@ -134,6 +134,28 @@ def test_steps_that_do_not_follow_from_each_other_have_no_others(
     few, more = PLAIN.events(4), PLAIN.events(6)
     assert extended(few, more, 3) is not None
     assert extended(few, change[1](more), 3) is None
+
+
+@properties
+@given(programs(), st.integers(2, 50))
+def test_other_bytes_of_few_layers_give_those_of_more(program: Program, rows: int) -> None:
+    wider = replace(
+        program,
+        sorts=[[rows * size for size in sizes] for sizes in program.sorts],
+        ends=(rows * program.ends[0], rows * program.ends[1]),
+        more_at_first=[rows * size for size in program.more_at_first],
+    )
+    few, more = program.events(4), program.events(6)
+    assert with_bytes_of(wider.events(4), few, more) == wider.events(6)
+    assert with_bytes_of(program.events(5), few, more) is None
+
+
+def test_bytes_that_depend_on_layers_and_rows_do_not_give_those_of_more() -> None:
+    def stacked(num_layers: int, num_rows: int) -> Events:
+        layers = [Event("forward", "mm", "activations", num_rows)] * num_layers
+        return (*layers, Event("forward", "stack", "activations", num_layers * num_rows))
+
+    assert with_bytes_of(stacked(4, 3), stacked(4, 2), stacked(6, 2)) is None
 
 
 # ---- rows

@@ -335,6 +335,13 @@ def sharded(model: nn.Sequential | None = None) -> nn.Module:
     return model
 
 
+def test_fsdp2_takes_memory_in_several_streams_also_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    usual = traced(build_model=sharded, ranks=2).step
+    assert len({event.stream for event in usual.at(2)}) > 1
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))  # which FSDP2 would take
+    assert traced(build_model=sharded, ranks=2).step == usual
+
+
 def test_ranks_share_parameters_gradients_and_state_under_fsdp2():
     def wide() -> nn.Sequential:  # small tensors would be rounded up to whole blocks of memory
         return nn.Sequential(nn.Linear(WIDTH, 256), nn.Linear(256, 256), nn.Linear(256, WIDTH))

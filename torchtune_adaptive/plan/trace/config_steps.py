@@ -13,7 +13,7 @@ from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.trace.as_cuda import computed_as_on_cuda
-from torchtune_adaptive.plan.trace.events import Events, between, extended
+from torchtune_adaptive.plan.trace.events import Events, between, extended, with_bytes_of
 from torchtune_adaptive.plan.trace.fake_recipe import FakeRecipe
 from torchtune_adaptive.plan.trace.fake_step import treated_as_real
 from torchtune_adaptive.plan.trace.restored import fake_process_group, settings_restored
@@ -134,7 +134,7 @@ class ConfigSteps:
     def _between(self, seq_len: int, short: StepEvents, long: StepEvents, layers: tuple[int, ...]) -> StepEvents:
         """The step of a length between two others; traced, if theirs differ in more than bytes."""
         with_images = self._recipe(layers[0]).fusion_interval > 0
-        steps = {1: tuple(self.events(count, 1, seq_len) for count in layers)}
+        steps = {1: self._of_layers(layers, 1, seq_len)}
         small, large = SMALL_BATCH_SIZES
         for number in range(len(layers)):
             low, high = ((one.seq_len, one.traced[small][number], one.traced[large][number]) for one in (short, long))
@@ -162,8 +162,8 @@ class ConfigSteps:
         """Number of steps that ``lengths`` still has to trace if it can interpolate."""
         batches = {(batch_size, end) for batch_size in SMALL_BATCH_SIZES for end in (min(seq_lens), max(seq_lens))}
         batches |= {(1, seq_len) for seq_len in seq_lens}
-        steps = {(num_layers, *batch) for num_layers in layers for batch in batches}
-        return len(steps - self._traced.keys())
+        steps = {(layers[0], *batch) for batch in batches}
+        return len(steps - self._traced.keys()) + len(layers) - 1  # a step of one row often has other events
 
     def _step(self, seq_len: int, layers: tuple[int, ...]) -> StepEvents:
         """The step of a length, with as many rows as it takes for those of more rows to follow.
@@ -173,7 +173,7 @@ class ConfigSteps:
         """
         periods = (self.num_layers - layers[0]) // self._period if len(layers) > 1 else 0
         for most in range(SMALL_BATCH_SIZES[1], _FEWEST_PASSES + 2):
-            traced = {rows: tuple(self.events(count, rows, seq_len) for count in layers) for rows in range(1, most + 1)}
+            traced = {rows: self._of_layers(layers, rows, seq_len) for rows in range(1, most + 1)}
             step, first = StepEvents(seq_len, traced, periods), min(layers)
             if step.follows(1) and step.follows(most + 1) and self._is_confirmed(step, first):
                 return step
@@ -183,6 +183,22 @@ class ConfigSteps:
             f"A step cannot be planned whose memory with more rows does not follow from that with {_FEWEST_PASSES} and"
             f" {_FEWEST_PASSES + 1} rows of {seq_len} tokens."
         )
+
+    def _of_layers(self, layers: tuple[int, ...], batch_size: int, seq_len: int) -> tuple[Events, ...]:
+        """Events of a step of the models with these numbers of layers.
+
+        Those of the second model are worked out from the first one's, if another size or length was traced of both and
+        changed nothing but bytes.
+        """
+        few = self.events(layers[0], batch_size, seq_len)
+        if len(layers) == 1:
+            return (few,)
+        if (layers[1], batch_size, seq_len) not in self._traced:
+            for (num_layers, rows, length), more in list(self._traced.items()):
+                known = self._traced.get((layers[0], rows, length))
+                if num_layers == layers[1] and known and (found := with_bytes_of(few, known, more)):
+                    return few, found
+        return few, self.events(layers[1], batch_size, seq_len)
 
     def _is_confirmed(self, step: StepEvents, num_layers: int) -> bool:
         """Whether, if a step loops over rows, one of more rows has the events that follow for it."""

@@ -69,15 +69,51 @@ def extended(few: Events, more: Events, periods: int) -> Events | None:
     >>> extended(layers(3), layers(4), 7) == layers(10)
     True
     """
+    if periods == 0:
+        return few
+    if len(few) == len(more):
+        return _with_more_bytes(few, more, periods)
     runs = _runs(few, more)
     if runs is None:
         return None
-    if periods == 0:
-        return few
     found = _Extension(few, more, runs, periods).events()
     if periods == 1 or found is None:
         return found if found == more else None
     return found if _Extension(few, more, runs, 1).events() == more else None
+
+
+def _with_more_bytes(few: Events, more: Events, periods: int) -> Events | None:
+    """The events of a step without loops: their bytes grow by the same with each row."""
+    if _shape(few) != _shape(more):
+        return None
+    found = list(few)
+    for index, (event, other) in enumerate(zip(few, more, strict=True)):
+        if grown := other.num_bytes - event.num_bytes:
+            num_bytes = event.num_bytes + periods * grown
+            if num_bytes < 0:
+                return None
+            found[index] = event._replace(num_bytes=num_bytes)
+    return tuple(found)
+
+
+def with_bytes_of(changed: Events, few: Events, more: Events) -> Events | None:
+    """The events of a step with a period more than ``changed``, which has the events of ``few`` with other bytes.
+
+    ``more`` has a period more than ``few``. None if ``changed`` has other events, or if the bytes of an event depend on
+    the periods as well.
+    """
+    runs = _runs(few, more)
+    if runs is None or _shape(changed) != _shape(few):
+        return None
+    found: list[Event] = []
+    for run in runs:
+        for place in range(run.length_with(1)):
+            index = run.few + place - (run.period if place >= run.head + run.period else 0)
+            event, added = more[run.more + place], changed[index].num_bytes - few[index].num_bytes
+            if added and event.num_bytes != few[index].num_bytes:
+                return None
+            found.append(event._replace(num_bytes=event.num_bytes + added))
+    return tuple(found)
 
 
 class _Extension:
@@ -299,5 +335,6 @@ def _line(few: int, more: int, rows: tuple[int, int]) -> tuple[float, float]:
     return few - slope * rows[0], slope
 
 
-def _shape(events: Events) -> list[Event]:
-    return [event._replace(num_bytes=0) for event in events]
+def _shape(events: Events) -> list[object]:
+    """The events without their bytes."""
+    return [(*event[:3], *event[4:]) for event in events]

@@ -12,7 +12,8 @@ class OffloadedActivations(saved_tensors_hooks):
     """Holds the tensors that torchtune's ``OffloadActivations``, with streams and defaults, holds on the device.
 
     The forward pass keeps the last saved tensors, whose copies to the host may still be running. The backward pass
-    keeps the tensors copied back for the last operation until the next operation is done.
+    keeps the tensors copied back for the last operation until the next operation is done. They are taken in a stream of
+    their own.
 
     Attributes:
         host_bytes: the bytes of each tensor that the last forward pass has copied to the host.
@@ -26,6 +27,7 @@ class OffloadedActivations(saved_tensors_hooks):
         self._last = 0
         self._in_backward = False
         self.host_bytes: list[int] = []
+        self._stream = torch.cpu.Stream()  # stands for the one of copies, in which their memory is taken
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, saved: torch.Tensor) -> Any:
@@ -46,6 +48,9 @@ class OffloadedActivations(saved_tensors_hooks):
         number, shape, stride, dtype = packed
         stashed = dict(self._stash).get(number)
         self._stash.clear()
-        tensor = torch.empty_strided(shape, stride, dtype=dtype) if stashed is None else stashed
+        tensor = stashed
+        if tensor is None:
+            with torch.cpu.stream(self._stream):
+                tensor = torch.empty_strided(shape, stride, dtype=dtype)
         self._brought_back.append(tensor)
         return tensor

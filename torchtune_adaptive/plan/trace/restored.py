@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,9 @@ def fake_process_group(world_size: int) -> Iterator[None]:
     excepthook = sys.excepthook  # which torch replaces
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
-        yield
+        # A mesh that a recipe or FSDP2 makes by default would be one of the machine's GPUs.
+        with mock.patch.object(torch._C, "_get_accelerator", return_value=torch.device("cpu")):
+            yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
