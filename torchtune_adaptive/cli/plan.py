@@ -9,17 +9,18 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cli.arguments import Commands, add_command, fraction, integer, integers
+from torchtune_adaptive.engine.search.options import SearchOptions
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.changes import ways_to_fit, what_if
 from torchtune_adaptive.plan.config_plan import USUAL_SEQ_LENS, ConfigLaunch, row_lengths
-from torchtune_adaptive.plan.decide import Plan, PlannedChange
+from torchtune_adaptive.plan.decide import Device, Plan, PlannedChange
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.show.as_json import plan_json
 from torchtune_adaptive.plan.show.grid import grid_text
 from torchtune_adaptive.plan.show.plot import check_plot, write_plot
 from torchtune_adaptive.plan.show.text import plan_text, what_if_text
 from torchtune_adaptive.plan.trace.cache import user_cache_folder
-from torchtune_adaptive.plan.trace.tracer import Tracer
+from torchtune_adaptive.plan.trace.tracer import Tracer, quietly
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.checks import check_top_level_keys, check_values
 from torchtune_adaptive.stock.configs import Method, load_config, method_of, resolved
@@ -102,9 +103,6 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _plan_hugging_face(arguments: argparse.Namespace) -> None:
-    from torchtune_adaptive.plan.any_loop import plan_max_batch_size  # torch takes seconds to import
-    from torchtune_adaptive.plan.hugging_face import HuggingFaceRun
-
     for option in ("what_if", "plot", "overrides"):
         if getattr(arguments, option):
             name = "key=value" if option == "overrides" else _flag(option)
@@ -114,34 +112,40 @@ def _plan_hugging_face(arguments: argparse.Namespace) -> None:
             raise InputError(f"`{_flag(option)}` needs `--lora`.")
     if arguments.memory is None:
         raise _missing_memory()
+    card = Card.named(arguments.memory)
     seq_len = USUAL_SEQ_LENS[0] if arguments.seq_len is None else integer("--seq-len", arguments.seq_len)
     ranks = integer("--nproc_per_node", arguments.nproc_per_node) * integer("--nnodes", arguments.nnodes)
-    run = HuggingFaceRun(
-        path=arguments.hf,
-        seq_len=seq_len,
-        dtype=arguments.dtype or "bf16",
-        lora_rank=None if arguments.lora is None else integer("--lora", arguments.lora),
-        lora_modules=tuple(filter(None, (arguments.lora_modules or "").split(","))),
-        lora_dropout=fraction("--lora-dropout", arguments.lora_dropout or "0"),
-        checkpointing=not arguments.no_checkpointing,
-        optimizer=arguments.optimizer or "adamw_torch_fused",
-        loss=arguments.loss or "full",
-        micro_steps=integer("--accumulation", arguments.accumulation or "1"),
-        ranks=ranks,
-    )
-    if arguments.seq_len is None and run.longest_row is not None:
-        run = replace(run, seq_len=min(seq_len, run.longest_row))
-    planned = plan_max_batch_size(
-        run.build_model,
-        run.build_optimizer,
-        run.train_step,
-        run.make_batch,
-        memory=arguments.memory,
-        ranks=ranks,
-        batch_sizes=[] if arguments.batch_size is None else integers("--batch-size", arguments.batch_size),
-        title=f"{arguments.hf}, samples of {run.seq_len} tokens",
-        assumptions=run.assumptions,
-    )
+    batch_sizes = [] if arguments.batch_size is None else integers("--batch-size", arguments.batch_size)
+    options = {
+        "dtype": arguments.dtype or "bf16",
+        "lora_rank": None if arguments.lora is None else integer("--lora", arguments.lora),
+        "lora_modules": tuple(filter(None, (arguments.lora_modules or "").split(","))),
+        "lora_dropout": fraction("--lora-dropout", arguments.lora_dropout or "0"),
+        "checkpointing": not arguments.no_checkpointing,
+        "optimizer": arguments.optimizer or "adamw_torch_fused",
+        "loss": arguments.loss or "full",
+        "micro_steps": integer("--accumulation", arguments.accumulation or "1"),
+    }
+    from torchtune_adaptive.plan.any_loop import plan_of_loop  # torch takes seconds to import
+    from torchtune_adaptive.plan.hugging_face import HuggingFaceRun
+
+    with quietly():
+        run = HuggingFaceRun(path=arguments.hf, seq_len=seq_len, ranks=ranks, **options)
+        if arguments.seq_len is None and run.longest_row is not None:
+            run = replace(run, seq_len=min(seq_len, run.longest_row))
+        planned = plan_of_loop(
+            run.trace(),
+            Device(
+                name=card.name,
+                memory_bytes=card.memory_bytes,
+                margin=SearchOptions.margin,
+                overhead=card.overhead(ranks, has_group=ranks > 1),
+            ),
+            ranks=ranks,
+            batch_sizes=batch_sizes,
+            title=f"{arguments.hf}, samples of {run.seq_len} tokens",
+            assumptions=run.assumptions,
+        )
     print(json.dumps(plan_json(planned), indent=2) if arguments.json else planned)
 
 

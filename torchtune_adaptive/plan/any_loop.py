@@ -8,7 +8,7 @@ from torchtune_adaptive.errors import require_integer, require_one_of
 from torchtune_adaptive.plan.decide import BatchSizes, Device, Plan
 from torchtune_adaptive.plan.gpu import Card, Overhead
 from torchtune_adaptive.plan.show.text import plan_text
-from torchtune_adaptive.plan.trace.loop import BuildModel, BuildOptimizer, MakeBatch, TrainStep, trace_loop
+from torchtune_adaptive.plan.trace.loop import BuildModel, BuildOptimizer, MakeBatch, TracedLoop, TrainStep, trace_loop
 from torchtune_adaptive.plan.trace.step_events import TracedStep
 
 
@@ -73,20 +73,29 @@ def plan_max_batch_size(
     )
     overhead = card.overhead(ranks, has_group=ranks > 1) if on_cuda else Overhead.none()
     of_rank = Device(name=card.name, memory_bytes=card.memory_bytes, margin=margin, overhead=overhead)
-    sizes = BatchSizes(traced.step, of_rank)
+    return plan_of_loop(
+        traced, of_rank, ranks=ranks, batch_sizes=batch_sizes, title=title or traced.model_name, assumptions=assumptions
+    )
+
+
+def plan_of_loop(
+    traced: TracedLoop, device: Device, *, ranks: int, batch_sizes: Sequence[int], title: str, assumptions: str
+) -> LoopPlan:
+    """What fits of a traced loop on the device of each rank."""
+    sizes = BatchSizes(traced.step, device)
     length = sizes.plan(used=max(1, sizes.largest or 1), tokens_per_step=None, asked=batch_sizes)
     step = TracedStep(
         (traced.step,),
-        num_layers=0,
-        traced_layers=(),
+        num_layers=traced.num_layers,
+        traced_layers=traced.traced_layers,
         num_parameters=traced.num_parameters,
         paged_bytes=0,
     )
     return LoopPlan(
-        title=title or traced.model_name,
+        title=title,
         world_size=ranks,
-        device=of_rank,
+        device=device,
         step=step,
         lengths=(length,),
-        assumptions=" ".join(filter(None, (assumptions, _EAGER if traced.is_compiled else "", overhead.note))),
+        assumptions=" ".join(filter(None, (assumptions, _EAGER if traced.is_compiled else "", device.overhead.note))),
     )

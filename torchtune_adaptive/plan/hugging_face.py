@@ -3,11 +3,13 @@
 It needs ``transformers``, and ``peft`` for LoRA. Nothing but the model's ``config.json`` is read.
 """
 
+import copy
 import importlib
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import ModuleType
 from typing import Any, Literal
@@ -19,7 +21,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.errors import InputError, quote, reason_of, require_fraction, require_integer, require_one_of
+from torchtune_adaptive.plan.trace.events import extended, with_bytes_of
+from torchtune_adaptive.plan.trace.loop import TRACED_SIZES, TracedLoop, trace_loop
+from torchtune_adaptive.plan.trace.step_events import StepEvents
 
 Dtype = Literal["bf16", "fp32", "mixed"]
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor")  # names of the Trainer's `optim`
@@ -44,6 +50,7 @@ class HuggingFaceRun:
         loss: "full": over all logits at once; "chunked": over 8 parts of the tokens.
         micro_steps: gradient accumulation steps.
         ranks: ranks over which FSDP2 shards each layer.
+        num_layers: build only this many layers; None: all.
 
     Raises:
         InputError: a value is out of its range.
@@ -60,6 +67,7 @@ class HuggingFaceRun:
     loss: str = "full"
     micro_steps: int = 1
     ranks: int = 1
+    num_layers: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "micro_steps", "ranks"):
@@ -80,8 +88,10 @@ class HuggingFaceRun:
         Raises:
             InputError: there is no such model, or a package is missing.
         """
-        transformers, config, attention = _transformers(), self._config, self._attention
+        transformers, config, attention = _transformers(), copy.deepcopy(self._config), self._attention
         config.use_cache = False
+        if self.num_layers is not None:
+            _limit_layers(config.get_text_config(), self.num_layers)
         with _model_errors_explained(self.path):
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=_DTYPES[self.dtype], attn_implementation=attention
@@ -133,6 +143,53 @@ class HuggingFaceRun:
     def make_batch(self, size: int) -> torch.Tensor:
         """``size`` rows of tokens [B, S]."""
         return torch.zeros(size, self.seq_len, dtype=torch.long)
+
+    def trace(self) -> TracedLoop:
+        """Trace a step, with few of the model's layers if the whole model's events follow from theirs.
+
+        Raises:
+            InputError: the run cannot be planned; the message says why.
+        """
+        counts = self._few_layers()
+        if counts is not None:
+            few = self._traced(counts[0])
+            small, large = SMALL_BATCH_SIZES
+            more, most = self._traced(counts[1], sizes=(small, 1)), self._traced(counts[2], sizes=(small,))
+            larger = with_bytes_of(few.events(large), few.events(small), more.events(small))
+            if larger and extended(few.events(small), more.events(small), 2) == most.events(small):
+                steps = {size: (few.events(size), more.events(size)) for size in (1, small)}
+                periods, added = divmod(self.true_num_layers - counts[0], counts[1] - counts[0])
+                step = StepEvents(0, steps | {large: (few.events(large), larger)}, periods)
+                if added == 0 and step.follows(1) and step.follows(large + 1):
+                    return replace(
+                        few,
+                        step=step,
+                        num_parameters=few.num_parameters + periods * (more.num_parameters - few.num_parameters),
+                        num_trainable=few.num_trainable + periods * (more.num_trainable - few.num_trainable),
+                        num_layers=self.true_num_layers,
+                        traced_layers=counts[:2],
+                    )
+        return replace(self._traced(None), num_layers=self.true_num_layers, traced_layers=(self.true_num_layers,))
+
+    def _traced(self, num_layers: int | None, *, sizes: Sequence[int] = TRACED_SIZES) -> TracedLoop:
+        run = replace(self, num_layers=num_layers)
+        functions = run.build_model, run.build_optimizer, run.train_step, run.make_batch
+        return trace_loop(*functions, ranks=self.ranks, sizes=sizes, shows_progress=True)
+
+    def _few_layers(self) -> tuple[int, int, int] | None:
+        """Numbers of layers from which the whole model may follow; None if it has too few to be worth it."""
+        kinds = getattr(self._config.get_text_config(), "layer_types", None) or [""]
+        whole = self.true_num_layers
+        period = next(length for length in range(1, whole + 1) if kinds[length:] == kinds[: len(kinds) - length])
+        period = math.lcm(2, period)
+        first = max(4, 2 * period) + whole % period
+        counts = first, first + period, first + 2 * period
+        return counts if counts[2] < whole else None
+
+    @property
+    def true_num_layers(self) -> int:
+        """The layers of the whole model."""
+        return self._config.get_text_config().num_hidden_layers
 
     @property
     def assumptions(self) -> str:
@@ -205,6 +262,13 @@ class HuggingFaceRun:
         if self.checkpointing:
             model.enable_input_require_grads()
         return model
+
+
+def _limit_layers(config: Any, num_layers: int) -> None:
+    """Let the model of a transformers config have only so many layers, the first ones."""
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
 
 
 def _has_embeddings_of_positions(model: nn.Module, number: int) -> bool:

@@ -4,12 +4,11 @@ A step with more layers, or with more passes of a loop over rows, repeats a peri
 period more than the other, tell where it is, how many bytes grow by the way, and which memory is given back.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 BEFORE = ""  # the phase of what exists before the step
-_LONGEST_PASS = 256  # events
 _SAME_AFTER_LOOP = 8  # events, before which another loop may not begin
 
 
@@ -34,6 +33,7 @@ class Event(NamedTuple):
 
 
 Events: TypeAlias = tuple[Event, ...]
+Labels: TypeAlias = list[object]
 
 
 class _Run(NamedTuple):
@@ -201,15 +201,15 @@ class _Extension:
 
 def _runs(few: Events, more: Events) -> list[_Run] | None:
     """The runs of two steps; None if one is not the other with periods inserted."""
+    labels, other_labels = _labels(few), _labels(more)
     found: list[_Run] = []
-    for short, long in _pairs(few, more):
-        one, other = ([_label(of[index]) for index in run] for of, run in ((few, short), (more, long)))
+    for short, long in _pairs(few, more, labels, other_labels):
+        one, other = labels[short.start : short.stop], other_labels[long.start : long.stop]
         run = _run(one, other, short.start, long.start)
-        runs = (
-            [run]
-            if run
-            else [_run(one[i], other[j], short.start + i.start, long.start + j.start) for i, j in _split(one, other)]
-        )
+        runs = [run] if run else []
+        if not run:
+            for part, longer in _split(one, other):
+                runs.append(_run(one[part], other[longer], short.start + part.start, long.start + longer.start))
         if None in runs or not runs:
             return None
         found += filter(None, runs)
@@ -217,7 +217,7 @@ def _runs(few: Events, more: Events) -> list[_Run] | None:
     return found if covered == (len(few), len(more)) else None
 
 
-def _run(one: list[object], other: list[object], few: int, more: int) -> _Run | None:
+def _run(one: Labels, other: Labels, few: int, more: int) -> _Run | None:
     """The run with these labels, which begin at ``few`` and at ``more``; None if more than a period was inserted."""
     period = len(other) - len(one)
     if period == 0:
@@ -227,7 +227,7 @@ def _run(one: list[object], other: list[object], few: int, more: int) -> _Run | 
     return _Run(few, more, len(one), (first + last - period) // 2, period) if 0 < period <= last - first else None
 
 
-def _split(one: list[object], other: list[object]) -> Iterator[tuple[slice, slice]]:
+def _split(one: Labels, other: Labels) -> Iterator[tuple[slice, slice]]:
     """Parts of the labels of a run, each with one loop: ``other`` has a pass more of each, equal to that before it."""
     start = i = 0
     other_start = j = 0
@@ -237,7 +237,8 @@ def _split(one: list[object], other: list[object]) -> Iterator[tuple[slice, slic
         if i == len(one) and j == len(other):
             yield slice(start, i), slice(other_start, j)
             return
-        for length in range(1, min(_LONGEST_PASS, j) + 1):
+        left = len(other) - j - (len(one) - i)  # what all other passes have
+        for length in range(1, min(left, j) + 1):
             end = j + length
             is_pass = other[j:end] == other[j - length : j]
             if is_pass and other[end : end + _SAME_AFTER_LOOP] == one[i : i + _SAME_AFTER_LOOP]:
@@ -249,14 +250,18 @@ def _split(one: list[object], other: list[object]) -> Iterator[tuple[slice, slic
         start, other_start = i, j
 
 
-def _pairs(few: Events, more: Events) -> Iterator[tuple[range, range]]:
+def _pairs(few: Events, more: Events, labels: Labels, other_labels: Labels) -> Iterator[tuple[range, range]]:
     """The index ranges of each run in both steps: of a phase, or of each operation that lists of tensors go through."""
-    for (phase, short), (other_phase, long) in zip(_grouped(few, _part), _grouped(more, _part), strict=False):
+    phases = (_grouped([_part(event) for event in events]) for events in (few, more))
+    for (phase, short), (other_phase, long) in zip(*phases, strict=False):
         if phase != other_phase:
             return
         parts, other_parts = (
-            [(name, range(run.start + part.start, run.start + part.stop)) for name, part in _grouped(of, _label)]
-            for run, of in ((short, few[short.start : short.stop]), (long, more[long.start : long.stop]))
+            [(name, range(run.start + part.start, run.start + part.stop)) for name, part in _grouped(names)]
+            for run, names in (
+                (short, labels[short.start : short.stop]),
+                (long, other_labels[long.start : long.stop]),
+            )
         )
         if len(short) != len(long) and [name for name, _ in parts] == [name for name, _ in other_parts]:
             yield from zip((part for _, part in parts), (part for _, part in other_parts), strict=True)
@@ -264,12 +269,12 @@ def _pairs(few: Events, more: Events) -> Iterator[tuple[range, range]]:
             yield short, long
 
 
-def _grouped(events: Events, key: Callable[[Event], object]) -> Iterator[tuple[object, range]]:
-    """Events in a row with the same key, each with their indices."""
+def _grouped(keys: Labels) -> Iterator[tuple[object, range]]:
+    """Equal keys in a row, each with their indices."""
     start = 0
-    for name, group in groupby(events, key):
+    for key, group in groupby(keys):
         length = sum(1 for _ in group)
-        yield name, range(start, start + length)
+        yield key, range(start, start + length)
         start += length
 
 
@@ -277,11 +282,17 @@ def _part(event: Event) -> object:
     return event.phase, event.operation if event.phase == BEFORE else ""
 
 
-def _label(event: Event) -> object:
-    return event.operation, event.kind, event.stream, event.taken < 0
+def _labels(events: Events) -> Labels:
+    """What tells events apart from their neighbours, but not layers from each other."""
+    found: Labels = []
+    for event in events:
+        given = events[event.taken].operation if event.taken >= 0 else None
+        size = event.num_bytes if event.phase == BEFORE else 0  # tensors of one sort are told apart by it
+        found.append((event.operation, event.kind, event.stream, given, size))
+    return found
 
 
-def _num_same(one: list[object], other: list[object]) -> int:
+def _num_same(one: Labels, other: Labels) -> int:
     """How many are the same in both before the first that differs."""
     same = (first == second for first, second in zip(one, other, strict=False))
     return next((index for index, is_same in enumerate(same) if not is_same), min(len(one), len(other)))

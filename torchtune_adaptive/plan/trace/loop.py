@@ -4,7 +4,7 @@ Nothing is computed: the model is built on the meta device, and its step runs on
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from torchtune_adaptive.plan.trace.restored import fake_process_group, settings_
 from torchtune_adaptive.plan.trace.step_events import StepEvents
 from torchtune_adaptive.plan.trace.untraceable import why_untraceable
 
-_SIZES = (*SMALL_BATCH_SIZES, 1)  # a dimension of size 1 runs other operations
+TRACED_SIZES = (*SMALL_BATCH_SIZES, 1)  # a dimension of size 1 runs other operations
 _SHOWN_AFTER_S = 2.0
 
 BuildModel = Callable[[], nn.Module]
@@ -46,6 +46,7 @@ class TracedLoop:
         step: a steady-state step of any number of samples.
         num_parameters: parameters over all ranks.
         num_trainable: the part of them that requires gradients.
+        num_layers, traced_layers: of the model, and of the models that were traced; 0 and () if that is not known.
         is_compiled: the model, or a part of it, would be compiled. It was not for the trace.
     """
 
@@ -54,6 +55,12 @@ class TracedLoop:
     num_parameters: int
     num_trainable: int
     is_compiled: bool = False
+    num_layers: int = 0
+    traced_layers: tuple[int, ...] = ()
+
+    def events(self, num_samples: int) -> Events:
+        """Those of a step that was traced."""
+        return self.step.traced[num_samples][0]
 
 
 def trace_loop(
@@ -64,6 +71,7 @@ def trace_loop(
     *,
     ranks: int = 1,
     like_cuda: bool = True,
+    sizes: Sequence[int] = TRACED_SIZES,
     shows_progress: bool = False,
 ) -> TracedLoop:
     """Trace a loop's step at a few batch sizes, on tensors without memory.
@@ -80,6 +88,7 @@ def trace_loop(
         ranks: ranks that train the model together. With more than one, a process group of them exists in all
             functions, of which this process is rank 0.
         like_cuda: trace what a GPU would run and allocate. "cuda" can be named as a device without a GPU.
+        sizes: trace these of ``TRACED_SIZES``, from all of which steps of more samples follow.
         shows_progress: show a progress bar on standard error, if the trace takes more than two seconds.
 
     Raises:
@@ -99,9 +108,9 @@ def trace_loop(
         stack.enter_context(only_new_garbage())
         loop = _FakeLoop(model, build_optimizer, train_step, like_cuda=like_cuda)
         with Bar(
-            total=1 + len(_SIZES), desc="tracing", unit=" steps", delay=_SHOWN_AFTER_S, disable=not shows_progress
+            total=1 + len(sizes), desc="tracing", unit=" steps", delay=_SHOWN_AFTER_S, disable=not shows_progress
         ) as bar:
-            return loop.traced(batches, after_step=bar.update)
+            return loop.traced({size: batches[size] for size in sizes}, after_step=bar.update)
 
 
 class _FakeLoop:
@@ -133,13 +142,13 @@ class _FakeLoop:
         with self._mode.faking():
             self._run(batches[small])  # creates the optimizer's state and lets FSDP2 set itself up
         after_step()
-        for size in _SIZES:
-            traced[size] = self._tracer.trace([batches[size]]).events()
+        for size, batch in batches.items():
+            traced[size] = self._tracer.trace([batch]).events()
             after_step()
-        if not _are_alike(traced[small], traced[large]):  # perhaps because the warm-up left something behind
-            traced[small] = self._tracer.trace([batches[small]]).events()
-        if not _are_alike(traced[small], traced[large]):
-            raise _unequal(traced[small], traced[large])
+        if large in traced and not _are_alike(traced[small], traced[large]):
+            traced[small] = self._tracer.trace([batches[small]]).events()  # the warm-up may have left something behind
+            if not _are_alike(traced[small], traced[large]):
+                raise _unequal(traced[small], traced[large])
         parameters = list(self._model.parameters())
         return TracedLoop(
             type(getattr(self._model, "_orig_mod", self._model)).__name__.removeprefix("FSDP"),
@@ -235,7 +244,7 @@ def _batches(make_batch: MakeBatch, *, like_cuda: bool) -> dict[int, Any]:
     with ExitStack() as stack:
         if like_cuda:
             stack.enter_context(DevicesMapped("cpu"))
-        batches = {size: _called("make_batch", make_batch, size) for size in _SIZES}
+        batches = {size: _called("make_batch", make_batch, size) for size in TRACED_SIZES}
     _require_linear({size: [tuple(one.shape) for one in _tensors_of(batch)] for size, batch in batches.items()})
     return batches
 

@@ -46,7 +46,7 @@ class Tracer:
         questions = {length: content | {"asked": {"world_size": world_size, "seq_len": length}} for length in seq_lens}
         steps = {length: kept for length, question in questions.items() if (kept := self._kept(question)) is not None}
         if missing := [length for length in questions if length not in steps]:
-            with _quietly():
+            with quietly():
                 traced: TracedStep = _config_steps().trace_config(
                     cfg, world_size=world_size, seq_lens=missing, shows_progress=self._shows_progress
                 )
@@ -75,8 +75,8 @@ def _config_steps() -> Any:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Within the context nothing is printed, logged or warned of: a recipe's messages are about a real run."""
+def quietly() -> Iterator[None]:
+    """Within the context nothing is printed, logged or warned of: messages of other packages are about a real run."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
