@@ -132,6 +132,7 @@ simulated-gpu: $(STAMP) $(SIMULATED_STAMP) $(TORCHTITAN_STAMP)
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu \
 		--parts sizes,recovery,thrashing,tokens,strategies
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.search
+	.venv-simulated-gpu/bin/python -m benchmarks.plan_accuracy --output benchmarks/results/plan_accuracy_simulated.md
 
 # torch as it is for CUDA, with stand-ins for CUDA itself: see tests/simulated_gpu/README.md.
 $(SIMULATED_STAMP): pyproject.toml benchmarks/peers.txt tests/integrations/requirements.txt $(wildcard tests/simulated_gpu/*.*)

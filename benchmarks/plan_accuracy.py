@@ -23,6 +23,7 @@ from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 
 COMMAND = "python -m benchmarks.plan_accuracy"
+H200 = Path(__file__).parent / "results" / "gpu_nvidia_h200.json"
 GIB = 2**30
 CARD_GIB = 200  # memory of the simulated GPU: all measured steps fit
 STEPS = 3
@@ -255,6 +256,32 @@ def _in_process(case: Case, name: str, what: str, folder: Path, *, content: Any 
     return json.loads(out.read_text())
 
 
+def _of_h200(case: Case) -> list[dict[str, Any]]:
+    """What a search on an H200 found, with what is planned for the same configs and limits."""
+    from torchtune_adaptive.plan.decide import BatchSizes, Device
+    from torchtune_adaptive.plan.gpu import Card
+    from torchtune_adaptive.plan.trace.tracer import Tracer
+
+    tracer, overhead = Tracer(), Card.named("H200").overhead(1)
+    parts = json.loads(H200.read_text())
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for one in (
+        one for part in parts if part["part"] == "sizes" for section in part["sections"] for one in section["data"]
+    ):
+        (step,) = tracer.step(
+            _config(replace(case, config=one["config"])), world_size=1, seq_lens=[case.seq_len]
+        ).lengths
+        device = Device(
+            name="", memory_bytes=None, allocator_limit_bytes=one["limit_bytes"], margin=0.05, overhead=overhead
+        )
+        sizes = BatchSizes(step, device)
+        planned = {"planned": sizes.largest, "reserved": sizes.memory(one["exact"]).reserved_bytes}
+        found[one["config"], one["limit_bytes"]] = planned | {
+            key: one[key] for key in ("config", "limit_bytes", "exact", "exact_peak_bytes")
+        }
+    return list(found.values())
+
+
 # ---- the document
 
 
@@ -290,7 +317,7 @@ def outcome(name: str, case: Case, folder: Path) -> Outcome:
     return Outcome(name, case, planned, _in_process(case, name, "measured", folder, content=tried))
 
 
-def document(outcomes: Sequence[Outcome], seconds: float) -> Iterator[str]:
+def document(outcomes: Sequence[Outcome], h200: Sequence[dict[str, Any]], seconds: float) -> Iterator[str]:
     """The lines of the result."""
     yield from ["# Plans against what torch's allocator reserves", ""]
     yield provenance(COMMAND, seconds=seconds, device=f"a simulated GPU of {CARD_GIB} GiB")
@@ -307,6 +334,9 @@ def document(outcomes: Sequence[Outcome], seconds: float) -> Iterator[str]:
     yield f"Of {len(limits)} limits {exact} have the planned size, {near} differ by one row, and {above} were too high."
     cells = [[name, limit, str(planned), str(found)] for name, limit, planned, found in limits]
     yield from ["", *table(["case", "limit, GiB", "planned", "found"], cells)]
+    yield from ["", "## An H200", "", "What a search found there, in `gpu_nvidia_h200.json`, with the margin free.", ""]
+    header = ["config", "limit, GiB", "planned", "found", "reserved", "plan"]
+    yield from table(header, [_cells_of_h200(one) for one in h200])
     yield from ["", "## Steps", ""]
     steps = [
         [
@@ -320,6 +350,12 @@ def document(outcomes: Sequence[Outcome], seconds: float) -> Iterator[str]:
         for (size, reserved), (_, allocated) in zip(one.errors(1), one.errors(0), strict=True)
     ]
     yield from table(["case", "rows", "reserved", "plan", "allocated"], steps)
+
+
+def _cells_of_h200(one: dict[str, Any]) -> list[str]:
+    figures = [str(one["planned"]), str(one["exact"]), f"{one['exact_peak_bytes'] / GIB:.2f}"]
+    error = f"{one['reserved'] / one['exact_peak_bytes'] - 1:+.2%}"
+    return [one["config"], f"{one['limit_bytes'] / GIB:g}", *figures, error]
 
 
 def _summary(name: str, outcomes: Sequence[Outcome]) -> list[str]:
@@ -341,7 +377,8 @@ def main() -> None:
     if arguments.case:
         case = CASES[arguments.case]
         tried = json.loads(arguments.out.with_suffix(".in").read_text())
-        found = _planned(case) if arguments.step == "planned" else _measured(case, tried)
+        steps = {"planned": _planned, "measured": lambda case: _measured(case, tried), "h200": _of_h200}
+        found = steps[arguments.step](case)
         if int(os.environ.get("RANK", "0")) == 0:
             arguments.out.write_text(json.dumps(found))
         os._exit(0)  # threads of a process group can abort an interpreter that shuts down
@@ -358,7 +395,8 @@ def main() -> None:
             last = outcomes[-1]
             errors = " ".join(f"{rows}: {error:+.2%}" for rows, error in last.errors(1))
             print(f"{name} ({time.perf_counter() - before:.0f} s): {errors} {list(last.limits())}", file=sys.stderr)
-    lines = list(document(outcomes, time.perf_counter() - started))
+        h200: Any = _in_process(CASES["1B full"], "1B full", "h200", Path(folder))
+    lines = list(document(outcomes, h200, time.perf_counter() - started))
     if arguments.output:
         publish(lines, arguments.output)
     else:

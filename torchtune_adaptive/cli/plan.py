@@ -63,13 +63,16 @@ def add_plan(commands: Commands) -> None:
         "--nproc_per_node",
         "--nproc-per-node",
         default="1",
-        help="GPUs per machine; several numbers, separated by commas, give a table [1]",
+        help="GPUs per machine; for a config several numbers, separated by commas, give a table [1]",
     )
     command.add_argument("--nnodes", default="1", help="number of machines [1]")
     command.add_argument(
-        "--memory", help="memory of each GPU: a name (H100) or a size (80GiB), or several [adaptive.memory_limit]"
+        "--memory",
+        help="memory of each GPU: a name (H100) or a size (80GiB); for a config also several [adaptive.memory_limit]",
     )
-    command.add_argument("--seq-len", help="tokens per row, or several lengths, separated by commas [the config's]")
+    command.add_argument(
+        "--seq-len", help="tokens per row; for a config also several lengths, separated by commas [the config's]"
+    )
     command.add_argument(
         "--batch-size", help="also plan this batch size per rank, or several: memory, and whether it fits"
     )

@@ -124,8 +124,8 @@ def memory_of(text: str) -> int:
     except InputError:
         memory_bytes = 0
     if memory_bytes == 0 or (memory_bytes < _SMALLEST_BARE_BYTES and not re.search("[a-z]", text, re.IGNORECASE)):
-        nearest = difflib.get_close_matches(key, _NAMES, n=2)
-        hint = f"; did you mean {' or '.join(f'`{_NAMES[found]}`' for found in nearest)}?" if nearest else "."
+        nearest = dict.fromkeys(_NAMES[found] for found in difflib.get_close_matches(key, _NAMES, n=2))
+        hint = f"; did you mean {' or '.join(f'`{name}`' for name in nearest)}?" if nearest else "."
         raise InputError(
             f"`memory` must be a size like 80GiB or one of {', '.join(KNOWN_GPUS)}, but is {quote(text)} instead{hint}"
         )

@@ -206,10 +206,14 @@ def _runs(few: Events, more: Events) -> list[_Run] | None:
     for short, long in _pairs(few, more, labels, other_labels):
         one, other = labels[short.start : short.stop], other_labels[long.start : long.stop]
         run = _run(one, other, short.start, long.start)
-        runs = [run] if run else []
-        if not run:
-            for part, longer in _split(one, other):
-                runs.append(_run(one[part], other[longer], short.start + part.start, long.start + longer.start))
+        runs = (
+            [run]
+            if run
+            else [
+                _run(one[part], other[longer], short.start + part.start, long.start + longer.start)
+                for part, longer in _split(one, other)
+            ]
+        )
         if None in runs or not runs:
             return None
         found += filter(None, runs)
