@@ -371,7 +371,7 @@ def test_a_hugging_face_model_is_planned_from_its_config(program: Program, tmp_p
     arguments = ("plan", "--hf", str(tmp_path), "--memory", "24GiB", "--seq-len", "64", "--batch-size", "1,8")
     ended = program(*arguments)
     first, *_ = ended.out.splitlines()
-    assert (ended.status, first) == (0, f"{tmp_path}, samples of 64 tokens: 0.10 M parameters")
+    assert (ended.status, first) == (0, f"{tmp_path}, samples of 64 tokens: 0.10 M parameters in 1 layer")
     assert "\nAssumed: weights and computation in bfloat16; every layer recomputed" in ended.out
     assert [row[0] for row in tables(ended.out)[1][1:]] == ["1", "8"]
     content = json.loads(program(*arguments, "--json").out)

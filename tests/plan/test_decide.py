@@ -19,7 +19,7 @@ from torchtune_adaptive.plan.show.text import plan_text
 from torchtune_adaptive.plan.trace.events import Event
 from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
 
-properties = settings(max_examples=60)
+properties = settings(max_examples=25)
 
 
 class Case(NamedTuple):

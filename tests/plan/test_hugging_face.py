@@ -14,6 +14,7 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.any_loop import plan_max_batch_size
 from torchtune_adaptive.plan.decide import Plan
 from torchtune_adaptive.plan.hugging_face import HuggingFaceRun
+from torchtune_adaptive.plan.trace.loop import trace_loop
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -68,6 +69,20 @@ def test_checkpointing_and_a_chunked_loss_take_less(path: str) -> None:
     chunked = planned(path, loss="chunked")
     assert chunked.size(64).allocated_bytes < usual.size(64).allocated_bytes - 2 * 64 * 128 * 1000
     assert chunked.step.num_parameters == WEIGHTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+def test_many_layers_are_planned_from_few_and_take_what_all_of_them_take(tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 10}))
+    run = HuggingFaceRun(path=str(tmp_path), seq_len=64, ranks=ranks)
+    few, whole = (
+        run.trace(),
+        trace_loop(run.build_model, run.build_optimizer, run.train_step, run.make_batch, ranks=ranks),
+    )
+    assert (few.num_layers, few.traced_layers) == (10, (4, 6))
+    assert [few.step.at(rows) for rows in (1, 2, 5)] == [whole.step.at(rows) for rows in (1, 2, 5)]
+    assert (few.num_parameters, few.num_trainable) == (whole.num_parameters, whole.num_trainable)
 
 
 @pytest.mark.slow

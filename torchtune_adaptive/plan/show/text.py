@@ -167,7 +167,7 @@ def _headline(plan: Plan) -> str:
     traced = f", extrapolated from models of {layers} layers" if len(step.traced_layers) > 1 else ""
     trained = _count(step.num_parameters - step.num_frozen_parameters)
     frozen = f"; {_count(step.num_frozen_parameters)} in a frozen model" if step.num_frozen_parameters else ""
-    in_layers = f" in {step.num_layers} layers" if step.num_layers else ""
+    in_layers = f" in {count_text(step.num_layers, 'layer')}" if step.num_layers else ""
     return f"{plan.title}: {trained} parameters{in_layers}{traced}{frozen}"
 
 
