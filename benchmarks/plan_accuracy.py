@@ -163,12 +163,13 @@ def _config(case: Case) -> Any:
 def _planned(case: Case) -> dict[str, Any]:
     """Allocated and reserved bytes of each size, and the largest size below each limit."""
     from torchtune_adaptive.plan.decide import BatchSizes, Device
-    from torchtune_adaptive.plan.gpu import Overhead
+    from torchtune_adaptive.plan.gpu import Card, Overhead
     from torchtune_adaptive.plan.trace.tracer import Tracer
 
     started = time.process_time()
     (step,) = Tracer().step(_config(case), world_size=case.ranks, seq_lens=[case.seq_len]).lengths
-    overhead = Overhead(workspaces=(8519680,) * 2, expandable=case.expandable, caches=True)
+    workspaces = Card.named("A100 80GB").overhead(1).workspaces  # which the simulated GPU has, too
+    overhead = Overhead(workspaces=workspaces, expandable=case.expandable, caches=True)
     found: dict[str, Any] = {"sizes": {}, "largest": {}}
     for limit in case.limits_gib or (CARD_GIB,):
         device = Device(name="", memory_bytes=int(limit * GIB), margin=0, overhead=overhead)

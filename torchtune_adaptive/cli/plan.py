@@ -9,11 +9,10 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cli.arguments import Commands, add_command, fraction, integer, integers
-from torchtune_adaptive.engine.search.options import SearchOptions
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.changes import ways_to_fit, what_if
 from torchtune_adaptive.plan.config_plan import USUAL_SEQ_LENS, ConfigLaunch, row_lengths
-from torchtune_adaptive.plan.decide import Device, Plan, PlannedChange
+from torchtune_adaptive.plan.decide import Plan, PlannedChange
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.show.as_json import plan_json
 from torchtune_adaptive.plan.show.grid import grid_text
@@ -138,12 +137,7 @@ def _plan_hugging_face(arguments: argparse.Namespace) -> None:
             run = replace(run, seq_len=min(seq_len, run.longest_row))
         planned = plan_of_loop(
             run.trace(),
-            Device(
-                name=card.name,
-                memory_bytes=card.memory_bytes,
-                margin=SearchOptions.margin,
-                overhead=card.overhead(ranks, has_group=ranks > 1),
-            ),
+            card,
             ranks=ranks,
             batch_sizes=batch_sizes,
             title=f"{arguments.hf}, samples of {run.seq_len} tokens",

@@ -71,17 +71,33 @@ def plan_max_batch_size(
     traced = trace_loop(
         build_model, build_optimizer, train_step, make_batch, ranks=ranks, like_cuda=on_cuda, shows_progress=True
     )
-    overhead = card.overhead(ranks, has_group=ranks > 1) if on_cuda else Overhead.none()
-    of_rank = Device(name=card.name, memory_bytes=card.memory_bytes, margin=margin, overhead=overhead)
+    overhead = None if on_cuda else Overhead.none()
     return plan_of_loop(
-        traced, of_rank, ranks=ranks, batch_sizes=batch_sizes, title=title or traced.model_name, assumptions=assumptions
+        traced,
+        card,
+        ranks=ranks,
+        margin=margin,
+        overhead=overhead,
+        batch_sizes=batch_sizes,
+        title=title or traced.model_name,
+        assumptions=assumptions,
     )
 
 
 def plan_of_loop(
-    traced: TracedLoop, device: Device, *, ranks: int, batch_sizes: Sequence[int], title: str, assumptions: str
+    traced: TracedLoop,
+    card: Card,
+    *,
+    ranks: int,
+    margin: float = SearchOptions.margin,
+    overhead: Overhead | None = None,
+    batch_sizes: Sequence[int],
+    title: str,
+    assumptions: str,
 ) -> LoopPlan:
-    """What fits of a traced loop on the device of each rank."""
+    """What fits of a traced loop on the ``card`` of each rank, with its own ``overhead`` unless another is given."""
+    overhead = overhead or card.overhead(ranks, has_group=ranks > 1)
+    device = Device(name=card.name, memory_bytes=card.memory_bytes, margin=margin, overhead=overhead)
     sizes = BatchSizes(traced.step, device)
     length = sizes.plan(used=max(1, sizes.largest or 1), tokens_per_step=None, asked=batch_sizes)
     step = TracedStep(

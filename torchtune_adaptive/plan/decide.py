@@ -189,7 +189,7 @@ class BatchSizes:
     def __init__(self, step: StepEvents, device: Device) -> None:
         self._step = step
         self._device = device
-        self._reserved: dict[int, tuple[int, int]] = {}  # by rows: allocated and reserved bytes
+        self._peaks_of: dict[int, tuple[int, int]] = {}  # by rows: allocated and reserved bytes
 
     @cached_property
     def largest(self) -> int | None:
@@ -220,9 +220,16 @@ class BatchSizes:
             fits=self._fits(batch_size, keeps_margin=keeps_margin),
         )
 
-    def memory(self, batch_size: int) -> StepMemory:
-        """What a step of ``batch_size`` rows takes where there is room for it."""
-        return self._replayed(batch_size)
+    def memory(self, batch_size: int, limit_bytes: float = float("inf")) -> StepMemory:
+        """What steps of ``batch_size`` rows take if the allocator may reserve ``limit_bytes``.
+
+        Raises:
+            DoesNotFitError: they do not run in so many bytes.
+        """
+        events, overhead = self._step.at(batch_size), self._device.overhead
+        if not overhead.caches:
+            return exact(events)
+        return replayed(events, workspaces=overhead.workspaces, expandable=overhead.expandable, limit_bytes=limit_bytes)
 
     def plan(
         self, *, used: int, searches: bool = True, tokens_per_step: int | None, asked: Sequence[int] = ()
@@ -241,18 +248,12 @@ class BatchSizes:
             asked=tuple(self.size(size, keeps_margin=False) for size in asked),
         )
 
-    def _replayed(self, batch_size: int, limit_bytes: float = float("inf")) -> StepMemory:
-        events, overhead = self._step.at(batch_size), self._device.overhead
-        if not overhead.caches:
-            return exact(events)
-        return replayed(events, workspaces=overhead.workspaces, expandable=overhead.expandable, limit_bytes=limit_bytes)
-
     def _peaks(self, batch_size: int) -> tuple[int, int]:
         """The most bytes that are allocated and reserved, where there is room for them."""
-        if batch_size not in self._reserved:
+        if batch_size not in self._peaks_of:
             memory = self.memory(batch_size)
-            self._reserved[batch_size] = memory.allocated_bytes, memory.reserved_bytes
-        return self._reserved[batch_size]
+            self._peaks_of[batch_size] = memory.allocated_bytes, memory.reserved_bytes
+        return self._peaks_of[batch_size]
 
     def _runs_in(self, batch_size: int, limit_bytes: float) -> bool:
         """Whether steps run while the allocator may reserve so many bytes, even if it must empty its cache."""
@@ -260,7 +261,7 @@ class BatchSizes:
         if reserved_bytes <= limit_bytes or allocated_bytes > limit_bytes:
             return reserved_bytes <= limit_bytes
         try:
-            self._replayed(batch_size, limit_bytes)
+            self.memory(batch_size, limit_bytes)
         except DoesNotFitError:
             return False
         return True

@@ -61,7 +61,7 @@ class StepMemory:
 
 
 def exact(events: Events) -> StepMemory:
-    """The memory of a step on a CPU: the bytes of its tensors, of which none are reserved before."""
+    """The memory of a step on a CPU: the bytes of its tensors, as nothing is kept for later."""
     changes = [-events[one.taken].num_bytes if one.taken >= 0 else one.num_bytes for one in events]
     return StepMemory(events, changes, 0, max(accumulate(changes)))
 

@@ -171,11 +171,12 @@ class ConfigSteps:
         Raises:
             InputError: they do not follow from up to ``_FEWEST_PASSES`` + 1 rows.
         """
-        periods = (self.num_layers - layers[0]) // self._period if len(layers) > 1 else 0
+        fewest = min(layers)
+        periods = (self.num_layers - fewest) // self._period if len(layers) > 1 else 0
         for most in range(SMALL_BATCH_SIZES[1], _FEWEST_PASSES + 2):
             traced = {rows: self._of_layers(layers, rows, seq_len) for rows in range(1, most + 1)}
-            step, first = StepEvents(seq_len, traced, periods), min(layers)
-            if step.follows(1) and step.follows(most + 1) and self._is_confirmed(step, first):
+            step = StepEvents(seq_len, traced, periods)
+            if step.follows(1) and step.follows(most + 1) and self._is_confirmed(step, fewest):
                 return step
         if len(layers) > 1:
             return self._step(seq_len, (self.num_layers,))

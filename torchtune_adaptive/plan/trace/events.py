@@ -205,18 +205,14 @@ def _runs(few: Events, more: Events) -> list[_Run] | None:
     found: list[_Run] = []
     for short, long in _pairs(few, more, labels, other_labels):
         one, other = labels[short.start : short.stop], other_labels[long.start : long.stop]
-        run = _run(one, other, short.start, long.start)
-        runs = (
-            [run]
-            if run
-            else [
-                _run(one[part], other[longer], short.start + part.start, long.start + longer.start)
-                for part, longer in _split(one, other)
-            ]
-        )
-        if None in runs or not runs:
-            return None
-        found += filter(None, runs)
+        if run := _run(one, other, short.start, long.start):
+            found.append(run)
+            continue
+        for part, longer in _split(one, other):
+            run = _run(one[part], other[longer], short.start + part.start, long.start + longer.start)
+            if run is None:
+                return None
+            found.append(run)
     covered = sum(run.length for run in found), sum(run.length_with(1) for run in found)
     return found if covered == (len(few), len(more)) else None
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -25,11 +25,8 @@ Kind: TypeAlias = Literal[
     "activations",
     "temporaries",
 ]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 ON_HOST = "on the host"  # marks tensors that are not on the device and are not counted
 Mark: TypeAlias = Kind | Literal["on the host"]
-
-
 _END = "end of the step"  # in the place of an operation
 
 
