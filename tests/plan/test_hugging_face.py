@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,46 @@ def test_many_layers_are_planned_from_few_and_take_what_all_of_them_take(tmp_pat
     assert (few.num_layers, few.traced_layers) == (10, (4, 6))
     assert [few.step.at(rows) for rows in (1, 2, 5)] == [whole.step.at(rows) for rows in (1, 2, 5)]
     assert (few.num_parameters, few.num_trainable) == (whole.num_parameters, whole.num_trainable)
+
+
+def _run_of(directory: Path, **changes: Any) -> HuggingFaceRun:
+    (directory / "config.json").write_text(json.dumps(LLAMA | changes))
+    return HuggingFaceRun(path=str(directory), seq_len=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({"num_hidden_layers": 10}, (4, 6, 8)),
+        ({"num_hidden_layers": 11}, (5, 7, 9)),
+        ({"num_hidden_layers": 8}, None),
+        (
+            {
+                "model_type": "qwen3",
+                "num_hidden_layers": 30,
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 10,
+            },
+            (12, 18, 24),
+        ),
+    ],
+)
+def test_few_layers_hold_two_periods_of_what_the_config_says_of_each(
+    changes: dict[str, Any], counts: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    assert _run_of(tmp_path, **changes)._few_layers() == counts
+
+
+@pytest.mark.slow
+def test_a_model_whose_later_layers_differ_is_traced_whole(tmp_path: Path) -> None:
+    mixture = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 10}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "mlp_only_layers": [8]}
+    run = _run_of(tmp_path, **mixture, **experts)
+    with torch.device("meta"):
+        few, more, whole = (
+            sum(one.numel() for one in replace(run, num_layers=number).build_model().parameters())
+            for number in (4, 6, None)
+        )
+    assert run._num_parameters() == whole != few + 3 * (more - few)  # the ninth layer has no experts
 
 
 @pytest.mark.slow

@@ -151,25 +151,44 @@ class HuggingFaceRun:
             InputError: the run cannot be planned; the message says why.
         """
         counts = self._few_layers()
-        if counts is not None:
-            few = self._traced(counts[0])
-            small, large = SMALL_BATCH_SIZES
-            more, most = self._traced(counts[1], sizes=(small, 1)), self._traced(counts[2], sizes=(small,))
-            larger = with_bytes_of(few.events(large), few.events(small), more.events(small))
-            if larger and extended(few.events(small), more.events(small), 2) == most.events(small):
-                steps = {size: (few.events(size), more.events(size)) for size in (1, small)}
-                periods, added = divmod(self.true_num_layers - counts[0], counts[1] - counts[0])
-                step = StepEvents(0, steps | {large: (few.events(large), larger)}, periods)
-                if added == 0 and step.follows(1) and step.follows(large + 1):
-                    return replace(
-                        few,
-                        step=step,
-                        num_parameters=few.num_parameters + periods * (more.num_parameters - few.num_parameters),
-                        num_trainable=few.num_trainable + periods * (more.num_trainable - few.num_trainable),
-                        num_layers=self.true_num_layers,
-                        traced_layers=counts[:2],
-                    )
-        return replace(self._traced(None), num_layers=self.true_num_layers, traced_layers=(self.true_num_layers,))
+        with suppress(InputError):  # a model may not be built with few layers; whole it may be
+            if counts is not None and (found := self._traced_with(*counts)) is not None:
+                return found
+        whole = self._num_layers
+        return replace(self._traced(None), num_layers=whole, traced_layers=(whole,) if whole else ())
+
+    def _traced_with(self, first: int, second: int, third: int) -> TracedLoop | None:
+        """The step, from models of these numbers of layers; None if the whole model's does not follow from theirs."""
+        small, large = SMALL_BATCH_SIZES
+        few, more, most = (
+            self._traced(first),
+            self._traced(second, sizes=(small, 1)),
+            self._traced(third, sizes=(small,)),
+        )
+        larger = with_bytes_of(few.events(large), few.events(small), more.events(small))
+        if larger is None or extended(few.events(small), more.events(small), 2) != most.events(small):
+            return None
+        periods = (self._num_layers - first) // (second - first)
+        steps = {size: (few.events(size), more.events(size)) for size in (1, small)}
+        step = StepEvents(0, steps | {large: (few.events(large), larger)}, periods)
+        num_parameters = few.num_parameters + periods * (more.num_parameters - few.num_parameters)
+        # Layers beyond the third model may differ, as in a mixture of experts whose last layers are dense.
+        if not (step.follows(1) and step.follows(large + 1)) or num_parameters != self._num_parameters():
+            return None
+        return replace(
+            few,
+            step=step,
+            num_parameters=num_parameters,
+            num_trainable=few.num_trainable + periods * (more.num_trainable - few.num_trainable),
+            num_layers=self._num_layers,
+            traced_layers=(first, second),
+        )
+
+    def _num_parameters(self) -> int:
+        """Parameters of the whole model, adapters included."""
+        with torch.device("meta"):
+            model = replace(self, ranks=1).build_model()
+        return sum(parameter.numel() for parameter in model.parameters())
 
     def _traced(self, num_layers: int | None, *, sizes: Sequence[int] = TRACED_SIZES) -> TracedLoop:
         run = replace(self, num_layers=num_layers)
@@ -178,8 +197,10 @@ class HuggingFaceRun:
 
     def _few_layers(self) -> tuple[int, int, int] | None:
         """Numbers of layers from which the whole model may follow; None if it has too few to be worth it."""
-        kinds = getattr(self._config.get_text_config(), "layer_types", None) or [""]
-        whole = self.true_num_layers
+        whole = self._num_layers
+        if not whole:
+            return None
+        kinds = list(zip(*_by_layer(self._config.get_text_config(), whole).values(), strict=True))
         period = next(length for length in range(1, whole + 1) if kinds[length:] == kinds[: len(kinds) - length])
         period = math.lcm(2, period)
         first = max(4, 2 * period) + whole % period
@@ -187,9 +208,9 @@ class HuggingFaceRun:
         return counts if counts[2] < whole else None
 
     @property
-    def true_num_layers(self) -> int:
-        """The layers of the whole model."""
-        return self._config.get_text_config().num_hidden_layers
+    def _num_layers(self) -> int:
+        """The layers of the whole model; 0 if its config does not say."""
+        return getattr(self._config.get_text_config(), "num_hidden_layers", None) or 0
 
     @property
     def assumptions(self) -> str:
@@ -266,9 +287,15 @@ class HuggingFaceRun:
 
 def _limit_layers(config: Any, num_layers: int) -> None:
     """Let the model of a transformers config have only so many layers, the first ones."""
+    by_layer = _by_layer(config, config.num_hidden_layers)
     config.num_hidden_layers = num_layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:num_layers]
+    for name, values in by_layer.items():
+        setattr(config, name, values[:num_layers])
+
+
+def _by_layer(config: Any, num_layers: int) -> dict[str, list[Any]]:
+    """What a config says of each layer, such as `layer_types`: its lists of so many values."""
+    return {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == num_layers}
 
 
 def _has_embeddings_of_positions(model: nn.Module, number: int) -> bool:

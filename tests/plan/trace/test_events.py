@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events, between, extended, with_bytes_of
+from torchtune_adaptive.plan.trace.step_events import StepEvents
 
 FEWEST_LAYERS, PERIOD = 4, 2  # as in a plan, where two sorts of layers may alternate
 properties = settings(max_examples=60)
@@ -188,6 +190,18 @@ def test_memory_that_would_shrink_below_nothing_has_no_further_rows() -> None:
     assert (
         extended((Event("forward", "mm", "activations", 10),), (Event("forward", "mm", "activations", 5),), 5) is None
     )
+
+
+def test_a_batch_whose_memory_does_not_follow_is_refused_in_one_sentence() -> None:
+    def shrinking(number: int) -> Events:
+        return (Event("forward", "mm", "activations", 10 - 3 * number),)
+
+    step = StepEvents(0, {number: (shrinking(number),) for number in (1, 2, 3)})
+    assert step.at(3) == shrinking(3)
+    with pytest.raises(
+        InputError, match=r"^A batch of 4 cannot be planned: its memory does not follow .* of 2 and 3\.$"
+    ):
+        step.at(4)
 
 
 # ---- rows of other lengths

@@ -209,7 +209,7 @@ def test_what_a_step_leaves_behind_grows_with_its_batch():
 
 def test_sums_of_gradients_are_made_in_place_as_torch_does_without_a_mode():
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
-        outputs = model(batch)
+        outputs = model.get_submodule("0")(batch)  # so that no hook of the model tells when the backward pass begins
         (outputs.sin().sum() + outputs.cos().sum()).backward()  # two gradients of the outputs
         optimizer.step()
         optimizer.zero_grad()
@@ -222,7 +222,7 @@ def test_sums_of_gradients_are_made_in_place_as_torch_does_without_a_mode():
 
 
 def is_sum(event: Event) -> bool:
-    return event.phase == "backward" and event.operation == "aten.add.Tensor"
+    return event.operation == "aten.add.Tensor"
 
 
 def code_for_cuda(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:

@@ -143,7 +143,8 @@ class ConfigSteps:
                 return self._step(seq_len, layers)
             for rows, events in zip(SMALL_BATCH_SIZES, found, strict=True):
                 steps[rows] = (*steps.get(rows, ()), events)
-        return replace(short, seq_len=seq_len, traced=steps)
+        step = replace(short, seq_len=seq_len, traced=steps)
+        return step if step.follows(1) and step.follows(large + 1) else self._step(seq_len, layers)
 
     def figures(self, layers: tuple[int, ...]) -> dict[str, int]:
         """Figures of the whole model that grow linearly with its number of layers."""

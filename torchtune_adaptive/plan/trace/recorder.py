@@ -195,7 +195,7 @@ class StepTrace:
                     self._storages.see(tensor.untyped_storage())
         if func.namespace == "fsdp":
             self._mark_fsdp_tensors(func.__name__, inputs, outputs)
-        if self._like_cuda and self._phase == "backward":
+        if self._like_cuda and torch._C._current_graph_task_id() != -1:  # whatever the phase is: autograd runs it
             self._follow_cuda(func, inputs[0])
         self._end_operation(str(func))
         if not self._like_cuda and func is torch.ops.c10d._reduce_scatter_base_.default:

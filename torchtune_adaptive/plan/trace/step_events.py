@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.trace.events import Event, Events, extended
 
@@ -25,9 +26,18 @@ class StepEvents:
     _found: dict[int, Events] = field(default_factory=dict, init=False, repr=False, compare=False)  # of the traced rows
 
     def at(self, batch_size: int) -> Events:
-        """The events of a step of ``batch_size`` rows with all layers."""
+        """The events of a step of ``batch_size`` rows with all layers.
+
+        Raises:
+            InputError: they do not follow from those that were traced, as something would be smaller than nothing.
+        """
         whole = self._whole(batch_size)
-        assert whole is not None, "it was tried when the step was traced"
+        if whole is None:
+            *_, small, large = sorted(self.traced)
+            raise InputError(
+                f"A batch of {batch_size} cannot be planned: its memory does not follow from that of {small} and"
+                f" {large}."
+            )
         return whole
 
     def follows(self, batch_size: int) -> bool:
