@@ -7,7 +7,7 @@ import os
 import select
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _NAMES = {1: "Standard output", 2: "Standard error"}
@@ -38,6 +38,19 @@ def escape_unknown_characters() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Within the context nothing is printed, logged or warned of: messages of other packages are about a real run."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 class _TolerantWrite:

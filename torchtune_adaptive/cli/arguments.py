@@ -3,11 +3,12 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from torchtune_adaptive.errors import require_fraction, require_integer
+from torchtune_adaptive.errors import InputError, require_integer, require_working_directory
+from torchtune_adaptive.output import escape_unknown_characters, filter_messages
 
 PROGRAM = "tune-adaptive"
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # argparse has no public name for it
@@ -20,6 +21,19 @@ def add_command(
     examples = "\n  ".join(["examples:", *(f"{PROGRAM} {command}" for command in commands_shown)])
     formatter = argparse.RawDescriptionHelpFormatter
     return commands.add_parser(name, help=summary, epilog=examples, formatter_class=formatter, **options)
+
+
+@contextmanager
+def program(arguments: Sequence[str]) -> Iterator[None]:
+    """Context of the whole program: a refused value ends it with one sentence on standard error and status 1."""
+    filter_messages()
+    escape_unknown_characters()
+    try:
+        require_working_directory()
+        with reader_may_stop():
+            yield
+    except InputError as error:
+        sys.exit(f"{' '.join([PROGRAM, *arguments[:1]])}: {error}")
 
 
 @contextmanager
@@ -50,15 +64,6 @@ def integer(name: str, text: str, *, minimum: int = 1) -> int:
     return require_integer(name, value, minimum=minimum)
 
 
-def fraction(name: str, text: str) -> float:
-    """The number in ``text``.
-
-    Raises:
-        InputError: ``text`` is not a number in [0, 1). The message calls the value ``name``.
-    """
-    try:
-        value: float | str = float(text)
-    except ValueError:
-        value = text  # as above
-    require_fraction(name, value)
-    return float(value)
+def missing_memory() -> InputError:
+    """The error of a plan for a GPU that nobody has named."""
+    return InputError("`--memory` is missing: a GPU's name or a size, as in H100 or 80GiB.")

@@ -7,13 +7,12 @@ from importlib.metadata import version
 from typing import NoReturn
 
 import torchtune_adaptive
-from torchtune_adaptive.cli.arguments import PROGRAM, reader_may_stop
+from torchtune_adaptive.cli.arguments import PROGRAM, program
 from torchtune_adaptive.cli.cp import add_cp
 from torchtune_adaptive.cli.plan import add_plan
+from torchtune_adaptive.cli.plan_hugging_face import names_model, plan_model
 from torchtune_adaptive.cli.report import add_report
 from torchtune_adaptive.cli.search import add_search, run_search
-from torchtune_adaptive.errors import InputError, require_working_directory
-from torchtune_adaptive.output import escape_unknown_characters, filter_messages
 from torchtune_adaptive.settings import named_by_path
 
 _EPILOG = f"""`{PROGRAM} COMMAND --help` has examples of each. Recipes are run by `tune run`.
@@ -27,17 +26,13 @@ exit status:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the program. A refused value ends it with one sentence on standard error and status 1."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    filter_messages()
-    escape_unknown_characters()
-    try:
-        require_working_directory()
-        with named_by_path(), reader_may_stop():
-            if given[:1] == ["search"] and {"-h", "--help"}.isdisjoint(given):
-                run_search(given[1:])  # torchtune's own parser reads them
-            else:
-                _run(given)
-    except InputError as error:
-        sys.exit(f"{' '.join([PROGRAM, *given[:1]])}: {error}")
+    with program(given), named_by_path():
+        if names_model(given):
+            plan_model(given[1:])
+        elif given[:1] == ["search"] and {"-h", "--help"}.isdisjoint(given):
+            run_search(given[1:])  # torchtune's own parser reads them
+        else:
+            _run(given)
     sys.exit(0)
 
 

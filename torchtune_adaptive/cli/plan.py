@@ -8,10 +8,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.cli.arguments import Commands, add_command, fraction, integer, integers
+from torchtune_adaptive.cli.arguments import Commands, add_command, integer, integers, missing_memory
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.changes import ways_to_fit, what_if
-from torchtune_adaptive.plan.config_plan import USUAL_SEQ_LENS, ConfigLaunch, row_lengths
+from torchtune_adaptive.plan.config_plan import ConfigLaunch, row_lengths
 from torchtune_adaptive.plan.decide import Plan, PlannedChange
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.show.as_json import plan_json
@@ -19,24 +19,12 @@ from torchtune_adaptive.plan.show.grid import grid_text
 from torchtune_adaptive.plan.show.plot import check_plot, write_plot
 from torchtune_adaptive.plan.show.text import plan_text, what_if_text
 from torchtune_adaptive.plan.trace.cache import user_cache_folder
-from torchtune_adaptive.plan.trace.tracer import Tracer, quietly
+from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.checks import check_top_level_keys, check_values
 from torchtune_adaptive.stock.configs import Method, load_config, method_of, resolved
 from torchtune_adaptive.stock.installed import adaptive_name, recipe_files
 from torchtune_adaptive.text import format_bytes
-
-# Options of a Hugging Face run, and what says the same in a config.
-_HUGGING_FACE_OPTIONS = {
-    "lora": "`model.lora_rank` of a LoRA config",
-    "lora_modules": "`model.lora_attn_modules`",
-    "lora_dropout": "`model.lora_dropout`",
-    "dtype": "`dtype`",
-    "no_checkpointing": "`enable_activation_checkpointing`",
-    "optimizer": "`optimizer._component_`",
-    "loss": "`loss._component_`",
-    "accumulation": "`gradient_accumulation_steps`",
-}
 
 # Keys that no recipe for one device reads.
 _OF_SEVERAL_RANKS = ("ac_mode", "ac_option", "fsdp_cpu_offload")
@@ -52,26 +40,23 @@ def add_plan(commands: Commands) -> None:
         "plan --config llama3_1/8B_lora --memory A100-80GB --batch-size 1,2,4,8",
         "plan --config llama3_1/8B_full --memory H100 --batch-size 4 --plot step.svg",
         "plan --config llama3_1/8B_full --memory 24GiB,A100-80GB,H100 --nproc_per_node 1,2,4,8",
-        "plan --hf mistralai/Mistral-7B-v0.1 --lora 16 --seq-len 4096 --batch-size 4 --memory A100-80GB",
     )
     command.add_argument("--config", help="name or path of a config")
     command.add_argument(
-        "--hf", metavar="MODEL", help="instead of a config: a folder with a config.json, or a name on the Hub"
+        "--hf", metavar="MODEL", help="instead of a config: a Hugging Face model; `plan --hf MODEL --help` says more"
     )
     command.add_argument(
         "--nproc_per_node",
         "--nproc-per-node",
         default="1",
-        help="GPUs per machine; for a config several numbers, separated by commas, give a table [1]",
+        help="GPUs per machine; several numbers, separated by commas, give a table [1]",
     )
     command.add_argument("--nnodes", default="1", help="number of machines [1]")
     command.add_argument(
         "--memory",
-        help="memory of each GPU: a name (H100) or a size (80GiB); for a config also several [adaptive.memory_limit]",
+        help="memory of each GPU: a name (H100) or a size (80GiB), or several [adaptive.memory_limit]",
     )
-    command.add_argument(
-        "--seq-len", help="tokens per row; for a config also several lengths, separated by commas [the config's]"
-    )
+    command.add_argument("--seq-len", help="tokens per row, or several lengths, separated by commas [the config's]")
     command.add_argument(
         "--batch-size", help="also plan this batch size per rank, or several: memory, and whether it fits"
     )
@@ -80,70 +65,19 @@ def add_plan(commands: Commands) -> None:
     )
     command.add_argument("--plot", type=Path, help="write a plot of a step's memory to this .svg file")
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
-    run = command.add_argument_group("a run of a Hugging Face model (--hf)")
-    run.add_argument("--lora", metavar="RANK", help="train LoRA adapters of this rank [all weights]")
-    run.add_argument("--lora-modules", metavar="NAMES", help="layers with adapters, or all-linear [peft's]")
-    run.add_argument("--lora-dropout", metavar="P", help="probability of dropout in adapters [0]")
-    run.add_argument("--dtype", help="bf16, fp32, or mixed: float32 weights, bfloat16 computation [bf16]")
-    run.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
-    run.add_argument("--optimizer", help="adamw_torch, adamw_torch_fused, sgd or adafactor [adamw_torch_fused]")
-    run.add_argument("--loss", help="full: over all logits at once; chunked: over parts of the tokens [full]")
-    run.add_argument("--accumulation", help="gradient accumulation steps [1]")
     command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="override a key of the config, as with `tune run`"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="override a key of the config, as with `tune run`",
     )
     command.set_defaults(run=_plan)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    if (arguments.config is None) == (arguments.hf is None):
-        raise InputError("A plan needs either `--config` or `--hf`.")
     if arguments.config is None:
-        _plan_hugging_face(arguments)
-    else:
-        _plan_config(arguments)
-
-
-def _plan_hugging_face(arguments: argparse.Namespace) -> None:
-    for option in ("what_if", "plot", "overrides"):
-        if getattr(arguments, option):
-            name = "key=value" if option == "overrides" else _flag(option)
-            raise InputError(f"`{name}` cannot be combined with `--hf`.")
-    for option in ("lora_modules", "lora_dropout"):
-        if arguments.lora is None and getattr(arguments, option) is not None:
-            raise InputError(f"`{_flag(option)}` needs `--lora`.")
-    if arguments.memory is None:
-        raise _missing_memory()
-    card = Card.named(arguments.memory)
-    seq_len = USUAL_SEQ_LENS[0] if arguments.seq_len is None else integer("--seq-len", arguments.seq_len)
-    ranks = integer("--nproc_per_node", arguments.nproc_per_node) * integer("--nnodes", arguments.nnodes)
-    batch_sizes = [] if arguments.batch_size is None else integers("--batch-size", arguments.batch_size)
-    options = {
-        "dtype": arguments.dtype or "bf16",
-        "lora_rank": None if arguments.lora is None else integer("--lora", arguments.lora),
-        "lora_modules": tuple(filter(None, (arguments.lora_modules or "").split(","))),
-        "lora_dropout": fraction("--lora-dropout", arguments.lora_dropout or "0"),
-        "checkpointing": not arguments.no_checkpointing,
-        "optimizer": arguments.optimizer or "adamw_torch_fused",
-        "loss": arguments.loss or "full",
-        "micro_steps": integer("--accumulation", arguments.accumulation or "1"),
-    }
-    from torchtune_adaptive.plan.any_loop import plan_of_loop  # torch takes seconds to import
-    from torchtune_adaptive.plan.hugging_face import HuggingFaceRun
-
-    with quietly():
-        run = HuggingFaceRun(path=arguments.hf, seq_len=seq_len, ranks=ranks, **options)
-        if arguments.seq_len is None and run.longest_row is not None:
-            run = replace(run, seq_len=min(seq_len, run.longest_row))
-        planned = plan_of_loop(
-            run.trace(),
-            card,
-            ranks=ranks,
-            batch_sizes=batch_sizes,
-            title=f"{arguments.hf}, samples of {run.seq_len} tokens",
-            assumptions=run.assumptions,
-        )
-    print(json.dumps(plan_json(planned), indent=2) if arguments.json else planned)
+        raise InputError("A plan needs either `--config` or `--hf`.")
+    _plan_config(arguments)
 
 
 def _flag(option: str) -> str:
@@ -151,9 +85,6 @@ def _flag(option: str) -> str:
 
 
 def _plan_config(arguments: argparse.Namespace) -> None:
-    for option, key in _HUGGING_FACE_OPTIONS.items():
-        if getattr(arguments, option) not in (None, False):
-            raise InputError(f"`{_flag(option)}` needs `--hf`; a config has {key}.")
     cfg = load_config(arguments.config, arguments.overrides)
     check_top_level_keys(cfg)
     settings = AdaptiveSettings.from_cfg(cfg)
@@ -223,15 +154,11 @@ def _print_one(
         print(json.dumps(plan_json(planned, ways=ways, effects=effects), indent=2))
 
 
-def _missing_memory() -> InputError:
-    return InputError("`--memory` is missing: a GPU's name or a size, as in H100 or 80GiB.")
-
-
 def _cards(arguments: argparse.Namespace, settings: AdaptiveSettings) -> list[Card]:
     """The GPUs to plan for, as the user named them."""
     if arguments.memory is None:
         if settings.memory_limit_bytes is None:
-            raise _missing_memory()
+            raise missing_memory()
         name = format_bytes(settings.memory_limit_bytes)
         return [Card(name=name)]
     return list(map(Card.named, arguments.memory.split(",")))

@@ -1,7 +1,7 @@
 """Changes of a config or a launch that need less memory: how much each would save, and which make it fit."""
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from omegaconf import DictConfig
@@ -10,13 +10,10 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.config_plan import ConfigLaunch
 from torchtune_adaptive.plan.decide import Plan, PlannedChange
 from torchtune_adaptive.plan.trace.tracer import Tracer
+from torchtune_adaptive.plan.ways import enough_ranks, first_that_fits, shorter_rows
 from torchtune_adaptive.stock.configs import is_lora, method_of, resolved
-from torchtune_adaptive.training.batch.limits import halvings
 
 AS_IT_IS, TOGETHER = "as it is", "all changes of the config together"
-_MOST_RANKS = 512
-_SHORTEST_ROWS = 512
-_SHARDED = ("parameters", "frozen models", "gradients", "optimizer state", "temporaries")  # the last of the optimizer
 _LORA = {
     "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
     "apply_lora_to_mlp": True,
@@ -53,36 +50,13 @@ def ways_to_fit(launch: ConfigLaunch, planned: Plan, tracer: Tracer) -> Iterator
     if lora is not None:
         name = f"LoRA and checkpointing: model={lora.model._component_}, rank {lora.model.lora_rank}"
         yield _planned(name, replace(launch, cfg=lora), tracer)
-    yield from _first_that_fits(tracer, _more_ranks(launch, planned))
-    shorter = halvings(max(launch.seq_lens) // 2, above=_SHORTEST_ROWS - 1)
-    yield from _first_that_fits(
-        tracer, ((f"rows of {seq_len} tokens", replace(launch, seq_lens=(seq_len,))) for seq_len in shorter)
+    yield from first_that_fits(
+        _planned(f"{ranks} ranks", _on_ranks(launch, ranks), tracer) for ranks in enough_ranks(planned)
     )
-
-
-def _first_that_fits(tracer: Tracer, candidates: Iterable[tuple[str, ConfigLaunch]]) -> Iterator[PlannedChange]:
-    """The first of the changes that fits or cannot be planned, or else the last one, if any."""
-    last = None
-    for name, changed in candidates:
-        last = _planned(name, changed, tracer)
-        if last.fits or last.refused:
-            break
-    if last is not None:
-        yield last
-
-
-def _more_ranks(launch: ConfigLaunch, planned: Plan) -> Iterator[tuple[str, ConfigLaunch]]:
-    """Launches on twice as many ranks, four times as many and so on, from the first that could be enough.
-
-    More ranks shorten what is sharded, but not what one row needs on every rank.
-    """
-    one_row = planned.size(1)
-    sharded_bytes = sum(num_bytes for kind, num_bytes in one_row.kinds.items() if kind in _SHARDED)
-    ranks = launch.world_size
-    while (ranks := 2 * ranks) <= _MOST_RANKS:
-        saved_bytes = sharded_bytes * (1 - launch.world_size / ranks) * one_row.reserved_bytes / one_row.allocated_bytes
-        if one_row.process_bytes - saved_bytes <= planned.device.usable_bytes:
-            yield f"{ranks} ranks", _on_ranks(launch, ranks)
+    yield from first_that_fits(
+        _planned(f"rows of {seq_len} tokens", replace(launch, seq_lens=(seq_len,)), tracer)
+        for seq_len in shorter_rows(planned, max(launch.seq_lens))
+    )
 
 
 def _planned(name: str, launch: ConfigLaunch, tracer: Tracer) -> PlannedChange:

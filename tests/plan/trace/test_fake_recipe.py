@@ -153,7 +153,7 @@ def _host_figures_on_ranks(world_size: int, name: str) -> tuple[int, int, int]:
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer_cfg = OmegaConf.create({"_component_": name, "lr": 0.1})
-    optimizer = config.instantiate(stand_in_for_optimizer(optimizer_cfg), [model.weight])
+    optimizer = config.instantiate(OmegaConf.create(stand_in_for_optimizer(optimizer_cfg)), [model.weight])
     optimizer.step()
     found = host_figures(OmegaConf.create({}), [model], [optimizer], activation_bytes_per_token=[])
     return found["state"], found["whole_state"], found["offloaded"]

@@ -26,7 +26,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 def stand_in(component: str, **options: Any) -> Any:
-    cfg = stand_in_for_optimizer(OmegaConf.create({"_component_": component, "lr": 0.1} | options))
+    cfg = OmegaConf.create(stand_in_for_optimizer({"_component_": component, "lr": 0.1} | options))
     optimizer = config.instantiate(cfg, parameters())
     optimizer.step()
     return optimizer
@@ -106,7 +106,7 @@ def test_bitsandbytes_options_choose_the_state_as_the_optimizers_name_does() -> 
     assert state_bytes(stand_in(component, optim_bits=8, min_8bit_size=5000))[:3] == [8 * 63, 8 * 4097, 8 * 4224]
 
     def paged_bytes(name: str, **options: Any) -> int:
-        cfg = stand_in_for_optimizer(OmegaConf.create({"_component_": name, "lr": 0.1} | options))
+        cfg = OmegaConf.create(stand_in_for_optimizer({"_component_": name, "lr": 0.1} | options))
         large = nn.Parameter(torch.zeros(400, 400))
         large.grad = torch.zeros_like(large)
         optimizer = config.instantiate(cfg, [large])

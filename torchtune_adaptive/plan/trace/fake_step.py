@@ -24,6 +24,7 @@ from torchtune_adaptive.plan.trace.fake_tensors import fake_like, fakes_in_lists
 _ATEN: Any = torch.ops.aten
 _READ = _ATEN._local_scalar_dense.default
 _INDEX = _ATEN.index.Tensor
+_SELECT = _ATEN.masked_select.default
 _FACTORIES = {
     _ATEN.arange.default,
     _ATEN.arange.start,
@@ -108,8 +109,10 @@ class FakeStep(FakeTensorMode):
         if func is _READ:
             return self._read(args[0])
         is_dynamic = torch.Tag.dynamic_output_shape in func.tags and (func is not _INDEX or _has_mask(args[1]))
-        if is_dynamic and not self._values_are_fixed:
-            raise DynamicOutputShapeException(func)  # even if values are known: those of other batches differ
+        if is_dynamic:
+            if not self._values_are_fixed:
+                raise DynamicOutputShapeException(func)  # even if values are known: those of other batches differ
+            func, args = self._with_places(func, args)
         if is_cuda(kwargs.get("device")):  # a default device, which the function mode does not see
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if kwargs.get("pin_memory"):
@@ -123,6 +126,23 @@ class FakeStep(FakeTensorMode):
             outputs = self._known(outputs, func, args, kwargs)
         self._keep_storages(outputs)
         return outputs
+
+    def _with_places(self, func: Any, args: Any) -> tuple[Any, Any]:
+        """The operation with the places that known masks select, from which the size of its result follows."""
+        if func is _SELECT:
+            func, args = _INDEX, (args[0], [args[1]])
+        if func is not _INDEX:
+            return func, args
+        indices: list[Any] = []
+        for one in args[1]:
+            values = None if one is None or one.dtype != torch.bool else known_values(one)
+            if values is None:
+                indices.append(one)
+                continue
+            with _disable_current_modes():
+                places = values.nonzero(as_tuple=True)
+            indices += [self.fake(place) for place in places]
+        return func, (args[0], indices)
 
     def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake tensor that stands for one that was made before the trace, as long as that one lives."""

@@ -72,6 +72,8 @@ def trace_loop(
     ranks: int = 1,
     like_cuda: bool = True,
     sizes: Sequence[int] = TRACED_SIZES,
+    values_are_fixed: bool = False,
+    keeps_on_host: bool = False,
     shows_progress: bool = False,
 ) -> TracedLoop:
     """Trace a loop's step at a few batch sizes, on tensors without memory.
@@ -88,7 +90,9 @@ def trace_loop(
         ranks: ranks that train the model together. With more than one, a process group of them exists in all
             functions, of which this process is rank 0.
         like_cuda: trace what a GPU would run and allocate. "cuda" can be named as a device without a GPU.
-        sizes: trace these of ``TRACED_SIZES``, from all of which steps of more samples follow.
+        sizes: numbers of samples to trace. Steps of more follow from the first and the largest of them.
+        values_are_fixed: batches differ in their number of samples alone, so that sizes may depend on their values.
+        keeps_on_host: parameters, gradients and optimizer state are in host memory, where the optimizer steps.
         shows_progress: show a progress bar on standard error, if the trace takes more than two seconds.
 
     Raises:
@@ -102,24 +106,31 @@ def trace_loop(
             stack.enter_context(fake_process_group(ranks))
         if like_cuda:
             stack.enter_context(as_cuda(ranks))
-        batches = _batches(make_batch, like_cuda=like_cuda)
         model = _built(build_model, like_cuda=like_cuda)
+        batches = _batches(make_batch, sizes, like_cuda=like_cuda)
         stack.enter_context(treated_as_real())  # transformers is loaded by now, if the model comes from it
         stack.enter_context(only_new_garbage())
-        loop = _FakeLoop(model, build_optimizer, train_step, like_cuda=like_cuda)
+        mode = FakeStep(like_cuda=like_cuda, values_are_fixed=values_are_fixed)
+        loop = _FakeLoop(model, build_optimizer, train_step, mode, keeps_on_host=keeps_on_host)
         with Bar(
             total=1 + len(sizes), desc="tracing", unit=" steps", delay=_SHOWN_AFTER_S, disable=not shows_progress
         ) as bar:
-            return loop.traced({size: batches[size] for size in sizes}, after_step=bar.update)
+            return loop.traced(batches, after_step=bar.update)
 
 
 class _FakeLoop:
     """A user's model, optimizer and step, on fake tensors."""
 
     def __init__(
-        self, model: nn.Module, build_optimizer: BuildOptimizer, train_step: TrainStep, *, like_cuda: bool
+        self,
+        model: nn.Module,
+        build_optimizer: BuildOptimizer,
+        train_step: TrainStep,
+        mode: FakeStep,
+        *,
+        keeps_on_host: bool,
     ) -> None:
-        self._mode = FakeStep(like_cuda=like_cuda)
+        self._mode = mode
         self._model = model
         self._train_step = train_step
         with self._mode.faking():
@@ -133,22 +144,22 @@ class _FakeLoop:
             micro_step=self._run,
             consensus=Consensus([0]),
         )
-        self._tracer = LoopTracer(loop, self._mode, counts_others=True)
+        self._tracer = LoopTracer(loop, self._mode, keeps_on_host=keeps_on_host, counts_others=True)
 
     def traced(self, batches: Mapping[int, Any], *, after_step: Callable[[], object]) -> TracedLoop:
         """Trace steps with ``batches``, by their numbers of samples."""
         traced: dict[int, Events] = {}
-        small, large = SMALL_BATCH_SIZES
+        small, large = next(iter(batches)), max(batches)
         with self._mode.faking():
             self._run(batches[small])  # creates the optimizer's state and lets FSDP2 set itself up
         after_step()
         for size, batch in batches.items():
             traced[size] = self._tracer.trace([batch]).events()
             after_step()
-        if large in traced and not _are_alike(traced[small], traced[large]):
+        if not _are_alike(traced[small], traced[large]):
             traced[small] = self._tracer.trace([batches[small]]).events()  # the warm-up may have left something behind
             if not _are_alike(traced[small], traced[large]):
-                raise _unequal(traced[small], traced[large])
+                raise _unequal(traced, small, large)
         parameters = list(self._model.parameters())
         return TracedLoop(
             type(getattr(self._model, "_orig_mod", self._model)).__name__.removeprefix("FSDP"),
@@ -239,12 +250,12 @@ def _built(build_model: BuildModel, *, like_cuda: bool) -> nn.Module:
     return model
 
 
-def _batches(make_batch: MakeBatch, *, like_cuda: bool) -> dict[int, Any]:
+def _batches(make_batch: MakeBatch, sizes: Sequence[int], *, like_cuda: bool) -> dict[int, Any]:
     """Real batches, by their numbers of samples: a few rows take no memory worth mentioning, and models read them."""
     with ExitStack() as stack:
         if like_cuda:
             stack.enter_context(DevicesMapped("cpu"))
-        batches = {size: _called("make_batch", make_batch, size) for size in TRACED_SIZES}
+        batches = {size: _called("make_batch", make_batch, size) for size in sizes}
     _require_linear({size: [tuple(one.shape) for one in _tensors_of(batch)] for size, batch in batches.items()})
     return batches
 
@@ -255,17 +266,27 @@ def _require_linear(shapes: dict[int, list[tuple[int, ...]]]) -> None:
     Raises:
         InputError: the shapes are not those of batches with so many samples.
     """
-    one, (small, large) = shapes[1], (shapes[size] for size in SMALL_BATCH_SIZES)
-    is_linear = len(one) == len(small) == len(large)
-    grows = False
-    for lengths in zip(one, small, large, strict=True) if is_linear else ():
-        ranks = {len(shape) for shape in lengths}
-        steps = [(b - a, c - b) for a, b, c in zip(*lengths, strict=True)] if len(ranks) == 1 else [(0, 1)]
-        is_linear &= all(first == second for first, second in steps) and sum(first != 0 for first, _ in steps) <= 1
-        grows |= any(first > 0 for first, _ in steps)
-    if not (is_linear and grows):
+    sizes = sorted(shapes)
+    grown = [_grown_dimensions(sizes, of_tensor) for of_tensor in zip(*map(shapes.__getitem__, sizes), strict=False)]
+    is_linear = len({len(shapes[size]) for size in sizes}) == 1 and None not in grown
+    if not (is_linear and (len(sizes) == 1 or any(grown))):
         told = "; ".join(f"{', '.join(map(str, shapes[size])) or 'none'} for n={size}" for size in sorted(shapes))
         raise InputError(f"`make_batch(n)` must return n samples of one length, but its tensors have shapes {told}.")
+
+
+def _grown_dimensions(sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> int | None:
+    """How many dimensions of a tensor grow with the number of samples: 0 or 1; None if it is another number."""
+    if len({len(shape) for shape in shapes}) > 1:
+        return None
+    grown = 0
+    for lengths in zip(*shapes, strict=True):
+        each = (lengths[-1] - lengths[0]) // max(1, sizes[-1] - sizes[0])
+        if any(length != lengths[0] + each * (size - sizes[0]) for size, length in zip(sizes, lengths, strict=True)):
+            return None
+        if each < 0:
+            return None
+        grown += each > 0
+    return grown if grown <= 1 else None
 
 
 def _require_optimizer_of(model: nn.Module, optimizer: Any) -> None:
@@ -289,15 +310,15 @@ def _are_alike(small: Events, large: Events) -> bool:
     return len(small) == len(large) and extended(small, large, 1) == large
 
 
-def _unequal(small: Events, large: Events) -> InputError:
+def _unequal(traced: Mapping[int, Events], small: int, large: int) -> InputError:
     """The error for steps that ran different operations."""
     ended = Event("the end", "the end", "", 0)
-    one, other = ([event for event in events if event.phase != BEFORE] for events in (small, large))
+    one, other = ([event for event in traced[size] if event.phase != BEFORE] for size in (small, large))
     pairs = list(zip([*one, ended], [*other, ended], strict=False))
     place = next((place for place, (first, second) in enumerate(pairs) if first[:3] != second[:3]), 0)
     first, second = pairs[place]
     phase = first.phase if first is not ended else second.phase
     return InputError(
         f"`train_step` must run the same operations at all batch sizes, but in {phase} is {first.operation} with"
-        f" {SMALL_BATCH_SIZES[0]} samples and {second.operation} with {SMALL_BATCH_SIZES[1]}."
+        f" {small} samples and {second.operation} with {large}."
     )

@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from torchtune_adaptive.engine.memory.operations import local_part
@@ -27,13 +26,13 @@ _TORCHAO = re.compile(r"torchao\.(?:optim|prototype\.low_bit_optim)\.AdamW?(8bit
 _TORCHAO_OFFLOADING = re.compile(r"torchao\.(?:optim|prototype\.low_bit_optim)\.CPUOffloadOptimizer")
 
 
-def stand_in_for_optimizer(optimizer: DictConfig) -> DictConfig:
-    """Return the `optimizer` of a config, or a stand-in if it cannot run on fake tensors.
+def stand_in_for_optimizer(optimizer: Any) -> Any:
+    """Return the `optimizer` of a config, a mapping, or that of a stand-in if it cannot run on fake tensors.
 
     Raises:
         InputError: it is an optimizer of bitsandbytes whose state is unknown.
     """
-    component = str(optimizer._component_)
+    component = str(optimizer["_component_"])
     if match := _TORCHAO.fullmatch(component):
         return _stand_in(LowBitAdam, bits=match[1], block_size=optimizer.get("block_size", None))
     if _TORCHAO_OFFLOADING.fullmatch(component):
@@ -60,8 +59,8 @@ def stand_in_for_optimizer(optimizer: DictConfig) -> DictConfig:
     )
 
 
-def _stand_in(optimizer: type, **options: Any) -> DictConfig:
-    return OmegaConf.create({"_component_": f"{__name__}.{optimizer.__name__}", "lr": 0.0} | options)
+def _stand_in(optimizer: type, **options: Any) -> dict[str, Any]:
+    return {"_component_": f"{__name__}.{optimizer.__name__}", "lr": 0.0} | options
 
 
 class _StandIn(torch.optim.Optimizer):
@@ -109,8 +108,10 @@ class BlockwiseOptimizer(_StandIn):
         states: int,
         keeps_norm: bool,
         min_8bit_size: int,
+        in_32_bits: Iterable[nn.Parameter] = (),
     ) -> None:
         super().__init__(params, lr=lr)
+        self._in_32_bits = {id(parameter) for parameter in in_32_bits}
         self._bits, self._paged, self._states, self._min_8bit_size = bits, paged, states, min_8bit_size
         self._keeps_norm = keeps_norm
         self.paged_bytes = self.whole_paged_bytes = 0
@@ -118,7 +119,7 @@ class BlockwiseOptimizer(_StandIn):
     def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = {}
         numel, local_numel = parameter.numel(), local_part(parameter).numel()
-        small = self._bits == 32 or numel < self._min_8bit_size
+        small = self._bits == 32 or numel < self._min_8bit_size or id(parameter) in self._in_32_bits
         dtype = torch.float32 if small else torch.uint8
         if self._paged and numel >= self._SMALL_FOR_PAGES:
             self.paged_bytes += self._states * local_numel * dtype.itemsize

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -96,7 +96,7 @@ class StepTrace:
         taken: dict[int, int] = {}  # by storage that is live: the event that took it
         sizes: dict[int, int] = {}
         starts = deque(index for index, pair in enumerate(pairwise(("", *self._phases))) if pair[0] != pair[1])
-        for index, (operation, storage, change_bytes, stream) in enumerate(self._summed_in_place()):
+        for index, (operation, storage, change_bytes, stream) in enumerate(_in_order(self._summed_in_place())):
             if self._kinds[storage] == ON_HOST:
                 continue
             if index >= self._num_before:
@@ -230,6 +230,16 @@ class StepTrace:
     def _end_operation(self, name: str) -> None:
         self._operations.append(name)
         self._phases.append(self._phase)
+
+
+def _in_order(changes: Iterable[_Change]) -> Iterator[_Change]:
+    """The changes, but what is given back together in the order in which it was taken.
+
+    The order makes no difference to an allocator, and is that of addresses where autocast forgets the weights it cast.
+    """
+    for _, together in groupby(changes, lambda change: (change.operation, change.change_bytes > 0)):
+        of_group = list(together)
+        yield from of_group if of_group[0].change_bytes > 0 else sorted(of_group, key=lambda change: change.storage)
 
 
 class _WatchFakes(WatchOperations):

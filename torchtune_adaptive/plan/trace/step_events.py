@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torchtune_adaptive.errors import InputError
@@ -15,7 +16,7 @@ class StepEvents:
 
     Attributes:
         seq_len: 0 if the step is that of a user's loop, whose samples need not be rows of tokens.
-        traced: events of the steps that were traced, by their rows. Those of more rows follow from the last two. Of
+        traced: events of the steps that were traced, by their rows. Those of other rows follow from two of them. Of
             each step: the events with all layers; or with few, and with a period of layers more.
         periods: of layers that the whole model has more than the first of the traced ones.
     """
@@ -33,7 +34,7 @@ class StepEvents:
         """
         whole = self._whole(batch_size)
         if whole is None:
-            *_, small, large = sorted(self.traced)
+            small, large = self._nearest(batch_size)
             raise InputError(
                 f"A batch of {batch_size} cannot be planned: its memory does not follow from that of {small} and"
                 f" {large}."
@@ -63,9 +64,14 @@ class StepEvents:
             if whole is not None:
                 self._found[batch_size] = whole
             return whole
-        *_, small, large = sorted(self.traced)
+        small, large = self._nearest(batch_size)
         few, more = self._whole(small), self._whole(large)
         return None if few is None or more is None else extended(few, more, batch_size - small)
+
+    def _nearest(self, batch_size: int) -> tuple[int, int]:
+        """The two traced sizes that ``batch_size`` follows from: the last ones that differ by a row and are smaller."""
+        pairs = list(pairwise(sorted(self.traced)))
+        return next((pair for pair in reversed(pairs) if pair[1] == pair[0] + 1 < batch_size), pairs[-1])
 
 
 def _events_of(content: list[Any]) -> Events:

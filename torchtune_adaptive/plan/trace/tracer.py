@@ -2,17 +2,15 @@
 
 import gc
 import importlib
-import io
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
+from torchtune_adaptive.output import quietly
 from torchtune_adaptive.plan.trace.cache import Answers
 from torchtune_adaptive.plan.trace.keys import traced_content
 from torchtune_adaptive.plan.trace.step_events import TracedStep
@@ -72,16 +70,3 @@ def _config_steps() -> Any:
     finally:
         if was_enabled:
             gc.enable()
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Within the context nothing is printed, logged or warned of: messages of other packages are about a real run."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)

@@ -1,0 +1,97 @@
+"""``tune-adaptive plan --hf``: predict which batch sizes of a Hugging Face model fit. It needs no torchtune."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtune_adaptive.cli.arguments import PROGRAM, integer, integers, missing_memory
+from torchtune_adaptive.errors import require_one_of
+from torchtune_adaptive.output import quietly
+from torchtune_adaptive.plan.gpu import Card
+
+_TRAINERS = ("sft", "dpo", "transformers")
+_EPILOG = f"""`key=value` and the file have keys of the trainer's arguments (SFTConfig, DPOConfig, TrainingArguments) and of
+TRL's ModelConfig. Dots name keys of mappings.
+
+examples:
+  {PROGRAM} plan --hf mistralai/Mistral-7B-v0.1 --memory RTX4090 use_peft=True load_in_4bit=True dtype=bfloat16
+  {PROGRAM} plan --hf Qwen/Qwen3-8B --nproc_per_node 8 --memory H100 fsdp=True max_length=4096
+  {PROGRAM} plan --hf Qwen/Qwen3-8B --trainer dpo --training-args dpo.yaml --memory H200"""
+
+
+def names_model(arguments: Sequence[str]) -> bool:
+    """Whether the program's arguments ask for this plan."""
+    named = (one == "--hf" or one.startswith("--hf=") for one in arguments)
+    return list(arguments[:1]) == ["plan"] and any(named)
+
+
+def plan_model(arguments: Sequence[str]) -> None:
+    """Plan what the arguments after `plan` ask for, and print it.
+
+    Raises:
+        InputError: a value is refused, or the run cannot be planned.
+    """
+    parser = _parser()
+    given, others = parser.parse_known_args(arguments)  # keys may stand anywhere
+    if any(one.startswith("-") for one in others):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if given.memory is None:
+        raise missing_memory()
+    card = Card.named(given.memory)
+    ranks = integer("--nproc_per_node", given.nproc_per_node) * integer("--nnodes", given.nnodes)
+    seq_len = None if given.seq_len is None else integer("--seq-len", given.seq_len)
+    asked = [] if given.batch_size is None else integers("--batch-size", given.batch_size)
+    require_one_of("--trainer", given.trainer, _TRAINERS)
+
+    from torchtune_adaptive.plan.any_loop import LoopPlan, plan_of_loop  # torch takes seconds to import
+    from torchtune_adaptive.plan.hugging_face.keys import read_keys
+    from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
+    from torchtune_adaptive.plan.hugging_face.ways import ways_to_fit
+    from torchtune_adaptive.plan.show.as_json import plan_json
+    from torchtune_adaptive.plan.show.text import plan_text
+
+    keys = read_keys(given.training_args, [*given.keys, *others])
+    size_key = "per_device_train_batch_size"
+    if not asked and size_key in keys:
+        asked = [integer(size_key, keys[size_key])]
+
+    def plan(run: HuggingFaceRun, batch_sizes: Sequence[int]) -> LoopPlan:
+        return plan_of_loop(
+            run.trace(),
+            card,
+            ranks=run.ranks,
+            batch_sizes=batch_sizes,
+            title=f"{given.hf}, samples of {run.seq_len} tokens",
+            assumptions=run.assumptions,
+        )
+
+    with quietly():
+        run = HuggingFaceRun.of(given.hf, trainer=given.trainer, keys=keys, seq_len=seq_len, ranks=ranks)
+        planned = plan(run, asked)
+        ways = [] if planned.fits else list(ways_to_fit(run, planned, lambda changed: plan(changed, [1])))
+    print(json.dumps(plan_json(planned, ways=ways), indent=2) if given.json else plan_text(planned, ways=ways))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} plan",
+        description="Predict which batch sizes of a Hugging Face model fit in its trainer, without a GPU or weights.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--hf", metavar="MODEL", required=True, help="a folder with a config.json, or a name on the Hub"
+    )
+    parser.add_argument("--memory", help="memory of each GPU: a name (H100) or a size (80GiB)")
+    parser.add_argument("--trainer", default="sft", help="sft or dpo of TRL, or transformers for its Trainer [sft]")
+    parser.add_argument(
+        "--training-args", metavar="FILE", type=Path, help="JSON or YAML with keys, as for `trl sft --config`"
+    )
+    parser.add_argument("--nproc_per_node", "--nproc-per-node", default="1", help="GPUs per machine [1]")
+    parser.add_argument("--nnodes", default="1", help="number of machines [1]")
+    parser.add_argument("--seq-len", help="tokens per row [`max_length`]")
+    parser.add_argument("--batch-size", help="also plan this batch size per rank, or several")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="of the trainer's arguments or of the model")
+    return parser

@@ -1,0 +1,179 @@
+"""The keys of a run: those of the trainer's own configuration class, and those of TRL's `ModelConfig`.
+
+Names and defaults of the model's keys are those of TRL 1.16 (``trl/trainer/model_config.py``).
+"""
+
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import yaml
+
+from torchtune_adaptive.errors import InputError, did_you_mean, quote, reason_of, require_one_of
+
+# By the trainer's name in a command: its package, and the names of its class and of the class of its arguments.
+_CLASSES = MappingProxyType(
+    {
+        "sft": ("trl", "SFTTrainer", "SFTConfig"),
+        "dpo": ("trl", "DPOTrainer", "DPOConfig"),
+        "transformers": ("transformers", "Trainer", "TrainingArguments"),
+    }
+)
+TRAINERS = tuple(_CLASSES)
+# Of a file for `trl sft --config`: what names the model, the data and the launch.
+_OF_A_SCRIPT = frozenset(
+    {
+        *("model_name_or_path", "model_revision", "lora_task_type", "env", "datasets", "streaming", "test_split_size"),
+        *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming"),
+        *("ignore_bias_buffers", "num_processes", "num_machines", "trust_remote_code"),
+    }
+)
+# Keys that are not planned, unless they have one of these values; and what to do.
+_NOT_PLANNED = MappingProxyType(
+    {
+        "deepspeed": ((None,), "DeepSpeed's allocations are not traced"),
+        "parallelism_config": ((None,), "only data parallelism is planned"),
+        "use_liger_kernel": ((False, None), "Liger's kernels need a GPU to be traced"),
+        "load_in_8bit": ((False, None), "the size of its outliers depends on values; `load_in_4bit` is planned"),
+        "lora_target_parameters": ((None,), "adapters are planned of modules alone"),
+        "use_cpu": ((False, None), "a plan is of GPUs"),
+        "tp_size": ((None, 1), "only data parallelism is planned"),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKeys:
+    """How the model is loaded and adapted.
+
+    Attributes:
+        dtype: of weights; None: float32, as TRL's trainers load it, and the config's for transformers' Trainer.
+        attn_implementation: None: what transformers chooses.
+        lora_target_modules: names of layers, or "all-linear"; None: those that peft chooses for the model.
+    """
+
+    dtype: str | None = None
+    attn_implementation: str | None = None
+    use_peft: bool = False
+    lora_r: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.05
+    lora_target_modules: Any = None
+    lora_modules_to_save: Any = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    load_in_4bit: bool = False
+    bnb_4bit_quant_type: str = "nf4"
+    use_bnb_nested_quant: bool = False
+    bnb_4bit_quant_storage: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainerClasses:
+    """A trainer and the class of its arguments, from the package that has them."""
+
+    package: ModuleType
+    trainer: Any
+    arguments: Any
+
+    @classmethod
+    def named(cls, name: str) -> "TrainerClasses":
+        """The trainer of this name in ``TRAINERS``.
+
+        Raises:
+            InputError: there is none, or its package is missing.
+        """
+        require_one_of("trainer", name, TRAINERS)
+        package, trainer, arguments = _CLASSES[name]
+        module = imported(package, needed_for=f"{trainer} of {package}")
+        return cls(module, getattr(module, trainer), getattr(module, arguments))
+
+    @property
+    def title(self) -> str:
+        """Its name and release."""
+        return f"{self.trainer.__name__} of {self.package.__name__} {self.package.__version__}"
+
+
+@dataclass(frozen=True)
+class RunKeys:
+    """Keys of a run by what they configure.
+
+    Attributes:
+        training: of the trainer's arguments.
+    """
+
+    model: ModelKeys = field(default_factory=ModelKeys)
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, keys: Mapping[str, Any], arguments: Any) -> "RunKeys":
+        """Sort keys by what they configure.
+
+        Args:
+            arguments: the class of the trainer's arguments.
+
+        Raises:
+            InputError: a key is unknown, or what it says is not planned.
+        """
+        of_model = {one.name for one in fields(ModelKeys)}
+        of_training = {one.name for one in fields(arguments) if one.init}
+        known = {*of_model, *of_training, *_OF_A_SCRIPT, *_NOT_PLANNED}
+        for key, value in keys.items():
+            if key not in known:
+                hint = did_you_mean(key, {name: name for name in known})
+                raise InputError(f"{quote(key)} is no key of {arguments.__name__} or of TRL's ModelConfig{hint}")
+            values, why = _NOT_PLANNED.get(key, ((value,), ""))
+            if value not in values:
+                raise InputError(f"`{key}={value}` is not planned: {why}.")
+            if key.endswith("_checkpointing_kwargs") and isinstance(value, dict) and value.get("offload"):
+                raise InputError(f"`{key}.offload` is not planned; `activation_offloading` of TRL is.")
+        model = ModelKeys(**{key: value for key, value in keys.items() if key in of_model})
+        training = {key: value for key, value in keys.items() if key in of_training and key not in _NOT_PLANNED}
+        return cls(model, training)
+
+
+def read_keys(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
+    """The keys of a JSON or YAML file, and those of ``key=value`` which take their place. Dots name keys of mappings.
+
+    Raises:
+        InputError: the file cannot be read, or it or an override has no keys.
+    """
+    keys: dict[str, Any] = {}
+    if path is not None:
+        try:
+            read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise InputError(f"`--training-args` {quote(str(path))} cannot be read: {reason_of(error)}.") from error
+        if not isinstance(read, dict):
+            raise InputError(f"`--training-args` must name a file of keys and values, but {quote(str(path))} has none.")
+        keys |= {str(key): value for key, value in read.items()}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not key or not equals:
+            raise InputError(f"Keys of a run are given as key=value, not as {quote(override)}.")
+        *outer, last = key.split(".")
+        place = keys
+        for name in outer:
+            place[name] = dict(place.get(name) or {})
+            place = place[name]
+        try:
+            place[last] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise InputError(f"The value of {quote(override)} cannot be read: {reason_of(error)}.") from error
+    return keys
+
+
+def imported(name: str, *, needed_for: str) -> Any:
+    """A module.
+
+    Raises:
+        InputError: its package is missing.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise InputError(f"A plan of {needed_for} needs {package}: `pip install {package}` installs it.") from error

@@ -1,0 +1,221 @@
+"""A causal language model of transformers, built from its config.json alone, on the meta device."""
+
+import copy
+import importlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchtune_adaptive.errors import InputError, quote, reason_of
+from torchtune_adaptive.plan.hugging_face.keys import ModelKeys, imported
+
+_POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.weight)?$")  # names of tables of positions in transformers
+_FLASH = "packed_rows"  # what transformers knows flash attention by in a trace
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A model without weights.
+
+    Attributes:
+        path: a folder with a ``config.json``, or a name on the Hub, which is downloaded.
+    """
+
+    path: str
+    keys: ModelKeys
+
+    def build(self, num_layers: int | None = None) -> Any:
+        """The model on the default device, with its first ``num_layers`` layers (None: all).
+
+        Raises:
+            InputError: there is no such model.
+        """
+        transformers, config = _transformers(), copy.deepcopy(self.config)
+        config.use_cache = False
+        if num_layers is not None:
+            _limit_layers(config.get_text_config(), num_layers)
+        with _errors_explained(self.path):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=self.dtype, attn_implementation=self._attention
+            )
+        if self.keys.load_in_4bit:
+            self._quantize(transformers, model)
+        return model
+
+    def require_row_length(self, model: nn.Module, seq_len: int) -> None:
+        """Check that the model takes rows of this length.
+
+        Raises:
+            InputError: it does not.
+        """
+        longest = self.longest_row
+        if longest is not None and seq_len > longest and _has_embeddings_of_positions(model, longest):
+            raise InputError(
+                f"`--seq-len` must be at most {longest}, the number of positions that {quote(self.path)} has embeddings"
+                f" for, but is {seq_len} instead."
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of weights.
+
+        Raises:
+            InputError: torch has no such type.
+        """
+        name = self.keys.dtype or "float32"
+        if name == "auto":
+            return getattr(self.config, "dtype", None) or torch.float32
+        dtype = getattr(torch, str(name), None)
+        if not isinstance(dtype, torch.dtype):
+            raise InputError(f"`dtype` must be auto or a type of torch such as bfloat16, but is {quote(name)} instead.")
+        return dtype
+
+    @property
+    def num_layers(self) -> int:
+        """The layers of the whole model; 0 if its config does not say."""
+        return getattr(self.config.get_text_config(), "num_hidden_layers", None) or 0
+
+    @property
+    def kinds_of_layers(self) -> list[Any]:
+        """For each layer what the config says of it alone, such as its kind of attention."""
+        return list(zip(*_by_layer(self.config.get_text_config(), self.num_layers).values(), strict=True))
+
+    @property
+    def longest_row(self) -> int | None:
+        """The most tokens that the model is made for, by its config; None if that does not say."""
+        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return longest if longest is not None and longest > 0 else None  # -1: it has no bound
+
+    @cached_property
+    def config(self) -> Any:
+        """The config of transformers.
+
+        Raises:
+            InputError: there is no such model, or its weights are quantized.
+        """
+        transformers = _transformers()
+        with _errors_explained(self.path):
+            config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+        if (quantized := getattr(config, "quantization_config", None)) is not None:
+            raise InputError(
+                f"Weights that are quantized on disk are not planned, but {quote(self.path)} has the"
+                f" `quantization_config` {quote(quantized)}."
+            )
+        return config
+
+    @property
+    def _attention(self) -> str | None:
+        """The name of transformers for the attention. Flash attention need not be installed."""
+        name = self.keys.attn_implementation
+        if name is None or "flash" not in name:
+            return name
+        transformers = _transformers()
+        transformers.AttentionInterface.register(_FLASH, _flash_attention)
+        transformers.AttentionMaskInterface.register(_FLASH, lambda *_, **__: None)
+        return _FLASH
+
+    def pack(self, model: nn.Module) -> None:
+        """Pack the weights of bitsandbytes' layers by its own operations, once they are fake. Call it in the mode."""
+        if not self.keys.load_in_4bit:
+            return
+        functional: Any = imported("bitsandbytes.functional", needed_for="weights in 4 bits")
+        with _disable_current_modes():
+            functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())  # it reads values
+        kind: Any = imported("bitsandbytes.nn", needed_for="weights in 4 bits").Linear4bit
+        for layer in (one for one in model.modules() if isinstance(one, kind)):
+            quantized: Any = layer
+            packed, state = functional.quantize_4bit(
+                torch.empty(quantized.out_features, quantized.in_features, dtype=self.dtype),
+                compress_statistics=self.keys.use_bnb_nested_quant,
+                quant_type=self.keys.bnb_4bit_quant_type,
+                quant_storage=getattr(torch, self.keys.bnb_4bit_quant_storage or "uint8"),
+            )
+            weight: Any = nn.Parameter(packed, requires_grad=False)
+            weight.quant_state = quantized.quant_state = state
+            quantized.weight = weight
+
+    def _quantize(self, transformers: Any, model: Any) -> None:
+        """Let bitsandbytes' layers take the place of linear ones. ``pack`` packs their weights."""
+        imported("bitsandbytes", needed_for="weights in 4 bits")
+        keys = self.keys
+        config = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_compute_dtype=self.dtype,
+            bnb_4bit_quant_type=keys.bnb_4bit_quant_type,
+            bnb_4bit_use_double_quant=keys.use_bnb_nested_quant,
+            bnb_4bit_quant_storage=keys.bnb_4bit_quant_storage,
+        )
+        quantizers = imported("transformers.quantizers", needed_for="weights in 4 bits")
+        quantizer = quantizers.AutoHfQuantizer.from_config(config)
+        quantizer.preprocess_model(model=model, device_map=None)
+        quantizer.postprocess_model(model)
+        model.hf_quantizer = quantizer
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Context: bitsandbytes leaves weights as they are when a model is moved; ``LanguageModel.pack`` packs them."""
+    try:
+        layers: Any = importlib.import_module("bitsandbytes.nn")
+    except ImportError:
+        yield
+        return
+    with mock.patch.object(layers.Params4bit, "_quantize", lambda weight, *_: weight):
+        yield
+
+
+def _flash_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention of packed rows without a matrix of masks, as the kernels of flash attention compute it."""
+    attended = F.scaled_dot_product_attention(
+        query, key, value, is_causal=query.shape[2] > 1, scale=options.get("scaling"), enable_gqa=True
+    )
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def _limit_layers(config: Any, num_layers: int) -> None:
+    """Let the model of a transformers config have only so many layers, the first ones."""
+    by_layer = _by_layer(config, config.num_hidden_layers)
+    config.num_hidden_layers = num_layers
+    for name, values in by_layer.items():
+        setattr(config, name, values[:num_layers])
+
+
+def _by_layer(config: Any, num_layers: int) -> dict[str, list[Any]]:
+    """What a config says of each layer, such as `layer_types`: its lists of so many values."""
+    return {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == num_layers}
+
+
+def _has_embeddings_of_positions(model: nn.Module, number: int) -> bool:
+    """Whether positions are rows of a table. Rotary positions and the like are computed, for rows of any length."""
+    return any(
+        _POSITIONS.search(name) and tensor.dim() == 2 and len(tensor) >= number
+        for tensors in (model.named_parameters(), model.named_buffers())
+        for name, tensor in tensors
+    )
+
+
+def _transformers() -> Any:
+    return imported("transformers", needed_for="a Hugging Face model")
+
+
+@contextmanager
+def _errors_explained(path: str) -> Iterator[None]:
+    """Context: an error of transformers means that there is no model at ``path``."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"`--hf` {quote(path)} is no causal language model:"
+            f" {reason_of(error).partition('. ')[0]}."  # a list of all models may follow
+        ) from error

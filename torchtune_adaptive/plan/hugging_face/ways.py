@@ -1,0 +1,54 @@
+"""Changes of a Hugging Face run that need less memory, with what fits after each."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.decide import Plan, PlannedChange
+from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
+from torchtune_adaptive.plan.ways import enough_ranks, first_that_fits, shorter_rows
+
+_LORA = {"use_peft": True, "dtype": "bfloat16"}
+
+
+def ways_to_fit(run: HuggingFaceRun, planned: Plan, plan: Callable[[HuggingFaceRun], Plan]) -> Iterator[PlannedChange]:
+    """Plan changes of a run that does not fit, as ``planned``.
+
+    Checkpointing comes first, then weights in bfloat16, adapters, and weights in 4 bits if those are not enough; then
+    more ranks and shorter rows. Each change comes on top of checkpointing.
+
+    Args:
+        plan: plans a run, with one row as the only requested size.
+    """
+
+    def change(name: str, **changes: Any) -> PlannedChange:
+        try:
+            return PlannedChange(name, plan(replace(run, **changes)).decisive)
+        except InputError as error:
+            return PlannedChange(name, None, str(error))
+
+    def with_keys(**keys: Any) -> PlannedChange:
+        return change(" ".join(f"{key}={value}" for key, value in keys.items()), keys=run.keys | keys)
+
+    has = run.run_keys.model
+    if not run.checkpoints:
+        yield with_keys(gradient_checkpointing=True)
+        run = replace(run, keys=run.keys | {"gradient_checkpointing": True})
+    if not has.use_peft:
+        if run.model.dtype.itemsize > 2:
+            yield with_keys(dtype="bfloat16")
+        adapters = with_keys(**_LORA)
+        yield adapters
+        if not adapters.fits:
+            yield with_keys(**_LORA, load_in_4bit=True)
+    elif not has.load_in_4bit:
+        yield with_keys(**_LORA, load_in_4bit=True)
+    if not has.load_in_4bit:
+        yield from first_that_fits(
+            change(f"fsdp=True on {ranks} ranks", ranks=ranks, keys=run.keys | {"fsdp": True})
+            for ranks in enough_ranks(planned)
+        )
+    yield from first_that_fits(
+        change(f"rows of {seq_len} tokens", seq_len=seq_len) for seq_len in shorter_rows(planned, run.seq_len)
+    )
