@@ -1,7 +1,6 @@
 PYTHON ?= python3
 STAMP := .venv/stamp
 PEERS_STAMP := .venv-peers/stamp
-HUGGING_FACE_STAMP := .venv-hugging-face/stamp
 INTEGRATIONS_STAMP := .venv-integrations/stamp
 TORCHTITAN_STAMP := .venv-torchtitan/stamp
 SIMULATED_TORCH := 2.13.0
@@ -39,12 +38,12 @@ reference: $(STAMP)
 pictures: $(STAMP)
 	$(IN_VENV) scripts/pictures
 
-bench: $(STAMP) $(PEERS_STAMP) $(HUGGING_FACE_STAMP) $(INTEGRATIONS_STAMP)
+bench: $(STAMP) $(PEERS_STAMP) $(INTEGRATIONS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.search_accuracy
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.loop
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.forecast_accuracy
-	OMP_NUM_THREADS=1 .venv-hugging-face/bin/python -m benchmarks.loop_accuracy
-	OMP_NUM_THREADS=1 .venv-hugging-face/bin/python -m benchmarks.hugging_face_points
+	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m benchmarks.loop_accuracy
+	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m benchmarks.hugging_face_points
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.allocator_events
 	.venv/bin/python -m benchmarks.plan_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_memory
@@ -71,7 +70,8 @@ starts: $(STAMP) $(SIMULATED_STAMP)
 
 # Search and recovery in other trainers.
 integrations: $(INTEGRATIONS_STAMP) $(TORCHTITAN_STAMP)
-	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -m integrations tests/integrations/test_transformers.py tests/documents/test_trl_script.py
+	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -m integrations tests/integrations/test_transformers.py \
+		tests/integrations/test_plans_of_trl.py tests/documents/test_trl_script.py
 	OMP_NUM_THREADS=1 .venv-torchtitan/bin/python -m pytest -m integrations tests/integrations/test_torchtitan.py
 
 # Need root and install nothing: Slurm with two nodes on this machine (Debian's slurm-wlm and munge), and two networks.
@@ -90,7 +90,7 @@ format: $(STAMP)
 	.venv/bin/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-peers .venv-hugging-face .venv-integrations .venv-torchtitan demo_output site build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-integrations .venv-torchtitan demo_output site build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The bounds on torch pick a build for CPUs where one is at hand.
@@ -108,11 +108,6 @@ $(PEERS_STAMP): pyproject.toml benchmarks/peers.txt
 	touch $@
 
 # Without torchtune and torchao, beside which peft refuses LoRA.
-$(HUGGING_FACE_STAMP): pyproject.toml benchmarks/hugging_face.txt
-	$(PYTHON) -m venv .venv-hugging-face
-	.venv-hugging-face/bin/python -m pip install '$(TORCH)' -e . -r benchmarks/hugging_face.txt
-	touch $@
-
 $(INTEGRATIONS_STAMP): pyproject.toml tests/integrations/requirements.txt
 	$(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/python -m pip install '$(TORCH)' -e . -r tests/integrations/requirements.txt
@@ -133,6 +128,8 @@ simulated-gpu: $(STAMP) $(SIMULATED_STAMP) $(TORCHTITAN_STAMP)
 		--parts sizes,recovery,thrashing,tokens,strategies
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.search
 	.venv-simulated-gpu/bin/python -m benchmarks.plan_accuracy --output benchmarks/results/plan_accuracy_simulated.md
+	.venv-simulated-gpu/bin/python -m benchmarks.trainer_accuracy \
+		--output benchmarks/results/trainer_accuracy_simulated.md
 
 # torch as it is for CUDA, with stand-ins for CUDA itself: see tests/simulated_gpu/README.md.
 $(SIMULATED_STAMP): pyproject.toml benchmarks/peers.txt tests/integrations/requirements.txt $(wildcard tests/simulated_gpu/*.*)

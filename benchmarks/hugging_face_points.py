@@ -2,8 +2,8 @@
 
     python -m benchmarks.hugging_face_points
 
-Plans every point of ``published_hugging_face.json``, as ``tune-adaptive plan --hf`` does, and writes
-``results/published_hugging_face.md``. Needs ``transformers`` and ``peft`` (``make .venv-hugging-face/stamp``), no GPU.
+Plans every point of ``published_hugging_face.json``, as ``tune-adaptive plan --hf --trainer transformers`` does, and
+writes ``results/published_hugging_face.md``. Needs the environment of ``make .venv-integrations/stamp``, no GPU.
 """
 
 import argparse
@@ -18,18 +18,19 @@ from typing import Any
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.any_loop import plan_max_batch_size
+from torchtune_adaptive.plan.any_loop import plan_of_loop
 from torchtune_adaptive.plan.decide import Plan
-from torchtune_adaptive.plan.hugging_face import HuggingFaceRun
+from torchtune_adaptive.plan.gpu import Card
+from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
 
 FOLDER = Path(__file__).parent
 POINTS, RESULT = FOLDER / "published_hugging_face.json", FOLDER / "results" / "published_hugging_face.md"
 GIB = 2**30
 ABOUT = """\
 *published* and *ours* are GiB. Ours is, for memory *allocated*: tensors and workspaces; *reserved*: what torch's
-allocator takes for them. Plans are of the versions above; the points are of those named in them. Points of several
-GPUs were measured with FSDP1; plans are of FSDP2. Where the row length is not published, the longest possible one is
-planned. Sources, quotations and doubts are in `benchmarks/published_hugging_face.json`.
+allocator takes for them. Plans are of transformers' Trainer and of the versions above; the points are of those named in
+them. Points of several GPUs were measured with FSDP1; plans are of FSDP2. Where the row length is not published, the
+longest possible one is planned. Sources, quotations and doubts are in `benchmarks/published_hugging_face.json`.
 """
 
 
@@ -38,7 +39,7 @@ class Point:
     """A published peak of ``bytes`` in a run of ``model``.
 
     Attributes:
-        run: options of ``HuggingFaceRun``.
+        run: length of rows, ranks and keys of ``HuggingFaceRun``.
         quantity: "allocated" or "reserved" by torch's allocator.
         grade: "A": everything is known that memory depends on; "B": all but one thing that hardly matters.
         row_is_known: whether the length of rows is published.
@@ -94,20 +95,17 @@ def run_of(point: Point) -> str:
 def _planned(point: Point, config: dict[str, Any], directory: Path) -> Plan | str:
     """The plan of the point's run, or why there is none."""
     (directory / "config.json").write_text(json.dumps(config))
-    options: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in point.run.items()
-    }
-    run = HuggingFaceRun(path=str(directory), **options)
-    functions = run.build_model, run.build_optimizer, run.train_step, run.make_batch
+    run = HuggingFaceRun(path=str(directory), trainer="transformers", **point.run)
+    card = Card.named("80GiB")
     try:
-        return plan_max_batch_size(*functions, memory=80 * GIB, ranks=run.ranks)
+        return plan_of_loop(run.trace(), card, ranks=run.ranks, batch_sizes=(), title=point.name, assumptions="")
     except InputError as error:
         return str(error)
 
 
 def document(points: Sequence[Point], plans: dict[str, Plan | str]) -> list[str]:
     """The lines of the result."""
-    packages = ("torch", "transformers", "peft")
+    packages = ("torch", "transformers", "peft", "accelerate")
     command = "python -m benchmarks.hugging_face_points"
     lines = ["# Plans of Hugging Face models against published peaks", "", provenance(command, packages=packages), ""]
     lines += [

@@ -5,7 +5,7 @@
 Draws small models, ranks and loops at random. For each, ``plan.trace.loop.trace_loop`` predicts the peak of a step as a
 CPU takes it; then the same functions take real steps on gloo ranks, measured by the search's meter. Prints a table and
 writes it to ``results/loop_accuracy_cpu.md``; the exit status is not 0 if a peak differs by a byte. It runs in the
-environment of ``benchmarks/hugging_face.txt``, which has neither torchtune nor torchao: peft has no LoRA beside the
+environment of ``make .venv-integrations/stamp``, which has neither torchtune nor torchao: peft has no LoRA beside the
 torchao that torchtune needs.
 """
 

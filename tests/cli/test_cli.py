@@ -325,68 +325,49 @@ HF = ("plan", "--hf", "some/model", "--memory", "80GiB")
     ("arguments", "sentence"),
     [
         (["plan", "--memory", "H100"], "A plan needs either `--config` or `--hf`."),
-        ([*FULL, *HF[1:]], "A plan needs either `--config` or `--hf`."),
         ([*HF[:3]], "`--memory` is missing: a GPU's name or a size, as in H100 or 80GiB."),
-        ([*HF, "--what-if"], "`--what-if` cannot be combined with `--hf`."),
-        ([*HF, "--plot", "x.svg"], "`--plot` cannot be combined with `--hf`."),
-        ([*HF, "batch_size=2"], "`key=value` cannot be combined with `--hf`."),
         ([*HF, "--seq-len", "8,16"], "`--seq-len` must be an integer, but is '8,16' instead."),
-        ([*HF, "--lora", "none"], "`--lora` must be an integer, but is 'none' instead."),
-        ([*HF, "--dtype", "int8"], "`dtype` must be one of bf16, fp32, mixed, but is 'int8' instead."),
-        ([*HF, "--lora-modules", "q_proj"], "`--lora-modules` needs `--lora`."),
-        ([*HF, "--lora-dropout", "0"], "`--lora-dropout` needs `--lora`."),
+        ([*HF, "--trainer", "adam"], "`--trainer` must be one of sft, dpo, transformers, but is 'adam' instead."),
+        ([*HF, "bf16"], "Keys of a run are given as key=value, not as 'bf16'."),
+        ([*HF, "per_device_train_batch_size=0"], "`per_device_train_batch_size` must be at least 1, but is 0 instead."),
     ],
 )
-def test_options_that_do_not_go_with_a_hugging_face_model_are_refused(
+def test_bad_values_of_a_plan_of_a_hugging_face_model_are_refused(
     arguments: list[str], sentence: str, program: Program
 ) -> None:
     program.refuses(*arguments, sentence=sentence)
 
 
-@pytest.mark.parametrize(
-    ("option", "key"),
-    [
-        (["--lora", "16"], "`model.lora_rank` of a LoRA config"),
-        (["--lora-modules", "q_proj"], "`model.lora_attn_modules`"),
-        (["--lora-dropout", "0"], "`model.lora_dropout`"),
-        (["--dtype", "bf16"], "`dtype`"),
-        (["--no-checkpointing"], "`enable_activation_checkpointing`"),
-        (["--optimizer", "sgd"], "`optimizer._component_`"),
-        (["--loss", "chunked"], "`loss._component_`"),
-        (["--accumulation", "1"], "`gradient_accumulation_steps`"),
-    ],
-)
-def test_options_of_a_hugging_face_model_are_refused_with_a_config(
-    option: list[str], key: str, program: Program
-) -> None:
-    sentence = f"`{option[0]}` needs `--hf`; a config has {key}."
-    program.refuses(*FULL, "--memory", "H100", *option, sentence=sentence)
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
 
 
 @pytest.mark.slow
 def test_a_hugging_face_model_is_planned_from_its_config(program: Program, tmp_path: Path) -> None:
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = ("plan", "--hf", str(tmp_path), "--memory", "24GiB", "--seq-len", "64", "--batch-size", "1,8")
-    ended = program(*arguments)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "args.json").write_text(json.dumps({"per_device_train_batch_size": 8, "bf16": True}))
+    arguments = ("plan", "--hf", str(tmp_path), "--memory", "24GiB", "--seq-len", "64", "--trainer", "transformers")
+    ended = program(*arguments, "--training-args", str(tmp_path / "args.json"))
     first, *_ = ended.out.splitlines()
     assert (ended.status, first) == (0, f"{tmp_path}, samples of 64 tokens: 0.10 M parameters in 1 layer")
-    assert "\nAssumed: weights and computation in bfloat16; every layer recomputed" in ended.out
-    assert [row[0] for row in tables(ended.out)[1][1:]] == ["1", "8"]
-    content = json.loads(program(*arguments, "--json").out)
+    assert "\nAssumed: Trainer of transformers " in ended.out
+    assert [row[0] for row in tables(ended.out)[1][1:]] == ["8"]
+    content = json.loads(program(*arguments, "bf16=True", "--batch-size", "1,8", "--json").out)
     assert content["assumptions"].startswith("Assumed: ")
     assert [size["batch_size"] for size in content["lengths"][0]["asked"]] == [1, 8]
 
 
 @pytest.mark.slow
-def test_rows_of_a_hugging_face_model_are_by_default_not_longer_than_it_is_made_for(
-    program: Program, tmp_path: Path
-) -> None:
-    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 512, "n_positions": 96}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    ended = program("plan", "--hf", str(tmp_path), "--memory", "24GiB")
-    assert ended.out.startswith(f"{tmp_path}, samples of 96 tokens: ")
+def test_ways_to_fit_are_planned_for_a_hugging_face_model(program: Program, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    ended = program(
+        *("plan", "--hf", str(tmp_path), "--memory", "600MiB", "--seq-len", "8192"), "--trainer", "transformers"
+    )
+    ways = ended.out.partition("Changes that need less memory:\n")[2].splitlines()
+    names = [way.removeprefix("- ").partition(":")[0] for way in ways]
+    assert names[0] == "gradient_checkpointing=True"
+    assert "dtype=bfloat16" in names
+    assert any(name.startswith("rows of ") for name in names)
 
 
 # ---- what is refused

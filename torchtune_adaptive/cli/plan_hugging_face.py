@@ -11,8 +11,7 @@ from torchtune_adaptive.output import quietly
 from torchtune_adaptive.plan.gpu import Card
 
 _TRAINERS = ("sft", "dpo", "transformers")
-_EPILOG = f"""`key=value` and the file have keys of the trainer's arguments (SFTConfig, DPOConfig, TrainingArguments) and of
-TRL's ModelConfig. Dots name keys of mappings.
+_EPILOG = f"""keys are those of SFTConfig, DPOConfig or TrainingArguments, and of TRL's ModelConfig. Dots name keys of mappings.
 
 examples:
   {PROGRAM} plan --hf mistralai/Mistral-7B-v0.1 --memory RTX4090 use_peft=True load_in_4bit=True dtype=bfloat16

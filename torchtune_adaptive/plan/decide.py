@@ -229,7 +229,13 @@ class BatchSizes:
         events, overhead = self._step.at(batch_size), self._device.overhead
         if not overhead.caches:
             return exact(events)
-        return replayed(events, workspaces=overhead.workspaces, expandable=overhead.expandable, limit_bytes=limit_bytes)
+        return replayed(
+            events,
+            workspaces=overhead.workspaces,
+            expandable=overhead.expandable,
+            limit_bytes=limit_bytes,
+            state_exists=self._step.state_exists,
+        )
 
     def plan(
         self, *, used: int, searches: bool = True, tokens_per_step: int | None, asked: Sequence[int] = ()

@@ -1,6 +1,6 @@
 """What torch's allocator makes of a train step: allocated and reserved bytes, by phase and by kind."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -9,6 +9,7 @@ from torchtune_adaptive.plan.allocator import Block, CachingAllocator
 from torchtune_adaptive.plan.trace.events import BEFORE, Events
 
 WORKSPACES = "workspaces"  # the kind of memory that libraries keep
+STATE, OPTIMIZER = "optimizer state", "optimizer"  # the kind of it, and the phase that makes it
 _MOST_STEPS = 3
 
 
@@ -67,7 +68,12 @@ def exact(events: Events) -> StepMemory:
 
 
 def replayed(
-    events: Events, *, workspaces: Sequence[int] = (), expandable: bool = False, limit_bytes: float = float("inf")
+    events: Events,
+    *,
+    workspaces: Sequence[int] = (),
+    expandable: bool = False,
+    limit_bytes: float = float("inf"),
+    state_exists: bool = True,
 ) -> StepMemory:
     """The memory of a step in a process whose allocator begins empty.
 
@@ -77,14 +83,16 @@ def replayed(
         workspaces: bytes of each block that libraries keep.
         expandable: the allocator has ``expandable_segments:True``.
         limit_bytes: the most that it may reserve.
+        state_exists: the optimizer's state exists before the first step, which makes it otherwise.
 
     Raises:
         DoesNotFitError: the step does not fit, even after the allocator has emptied its cache.
     """
-    process = _Process(events, CachingAllocator(limit_bytes=limit_bytes, expandable=expandable))
+    allocator = CachingAllocator(limit_bytes=limit_bytes, expandable=expandable)
+    process = _Process(events, allocator, state_exists=state_exists)
     for num_bytes in workspaces:
-        process.allocator.allocate(num_bytes)
-    allocator, reserved_bytes = process.allocator, 0
+        allocator.allocate(num_bytes)
+    reserved_bytes = 0
     for _ in range(_MOST_STEPS):
         allocator.reset_peaks()
         process.step()
@@ -101,25 +109,33 @@ class _Process:
         changes: by how many bytes each event changed what is allocated.
     """
 
-    def __init__(self, events: Events, allocator: CachingAllocator) -> None:
+    def __init__(self, events: Events, allocator: CachingAllocator, *, state_exists: bool) -> None:
         self.allocator = allocator
         self.changes = [0] * len(events)
         self._events = events
         self._held: dict[int, Block] = {}  # by the event that took it
         self._num_before = sum(event.phase == BEFORE for event in events)
-        self._run(range(self._num_before))
+        is_late = [not state_exists and event.kind == STATE for event in events[: self._num_before]]
+        self._run([index for index, late in enumerate(is_late) if not late])
+        self._late = [index for index, late in enumerate(is_late) if late]  # what the first step makes
 
     def step(self) -> None:
         """Run a step. Afterwards there is what was there before: a step replaces what it gives back of it."""
-        before = list(self._held)
-        self._run(range(self._num_before, len(self._events)))
+        before = [*self._held, *self._late]
+        start = end = len(self._events)
+        if self._late:
+            start = next((index for index, event in enumerate(self._events) if event.phase == OPTIMIZER), end)
+        self._run(range(self._num_before, start))
+        self._run(self._late)
+        self._late = []
+        self._run(range(start, end))
         for index in [index for index in self._held if index >= self._num_before]:
             self.allocator.free(self._held.pop(index))
         for index in before:
             if index not in self._held:
                 self._held[index] = self.allocator.allocate(self._events[index].num_bytes, self._events[index].stream)
 
-    def _run(self, indices: range) -> None:
+    def _run(self, indices: Iterable[int]) -> None:
         allocator, held, changes = self.allocator, self._held, self.changes
         for index in indices:
             event = self._events[index]

@@ -25,6 +25,7 @@ from torch.nn.parallel import distributed
 
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
+from torchtune_adaptive.output import quietly
 from torchtune_adaptive.plan.hugging_face.kernels import tokens_of_a_tile, trl_as_on_cuda
 from torchtune_adaptive.plan.hugging_face.keys import RunKeys, TrainerClasses, imported
 from torchtune_adaptive.plan.hugging_face.model import LanguageModel, unpacked
@@ -165,7 +166,7 @@ class HuggingFaceRun:
             if size > 1 and found is None:
                 return None
             steps.setdefault(size, (few.events(size), found or ()))
-        step = StepEvents(0, dict(sorted(steps.items())), periods)
+        step = StepEvents(0, dict(sorted(steps.items())), periods, state_exists=False)
         if not (step.follows(1) and step.follows(max(steps) + 1)):
             return None
         return replace(
@@ -179,7 +180,7 @@ class HuggingFaceRun:
 
     def _num_parameters(self, num_layers: int | None) -> tuple[int, int]:
         """Parameters of the model with so many layers, adapters included, and those that are trained."""
-        with unpacked(), _without_torchao(), torch.device("meta"):
+        with quietly(), unpacked(), _without_torchao(), torch.device("meta"):
             model = self.model.build(num_layers)
             if (adapters := self.adapters) is not None:
                 model = imported("peft", needed_for="LoRA").get_peft_model(model, adapters)
@@ -230,7 +231,8 @@ class HuggingFaceRun:
         with ExitStack() as stack:
             stack.enter_context(trl_as_on_cuda())
             stack.enter_context(_launched(self.ranks))
-            stack.enter_context(_quiet())
+            stack.enter_context(quietly())
+            stack.enter_context(_without_progress())
             stack.enter_context(unpacked())
             stack.enter_context(_without_torchao())
             folder = stack.enter_context(TemporaryDirectory())
@@ -501,7 +503,7 @@ def _launched(ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _without_progress() -> Iterator[None]:
     """Context: the preparation of a dataset of one row shows no progress."""
     datasets: Any
     try:

@@ -19,11 +19,13 @@ class StepEvents:
         traced: events of the steps that were traced, by their rows. Those of other rows follow from two of them. Of
             each step: the events with all layers; or with few, and with a period of layers more.
         periods: of layers that the whole model has more than the first of the traced ones.
+        state_exists: the optimizer's state is there before the first step, as after a search.
     """
 
     seq_len: int
     traced: Mapping[int, tuple[Events, ...]]
     periods: int = 0
+    state_exists: bool = True
     _found: dict[int, Events] = field(default_factory=dict, init=False, repr=False, compare=False)  # of the traced rows
 
     def at(self, batch_size: int) -> Events:

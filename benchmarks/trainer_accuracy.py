@@ -1,0 +1,278 @@
+"""Does a plan of a Hugging Face model know what torch's allocator reserves in its trainer?
+
+    .venv-simulated-gpu/bin/python -m benchmarks.trainer_accuracy --output benchmarks/results/trainer_accuracy.md
+
+Plans the runs of ``CASES``, and trains them for three steps on a GPU, by default a simulated one, with random weights.
+Needs transformers, TRL, peft and accelerate. Kernels of Triton do nothing in both, as a simulated GPU has none.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+from benchmarks.provenance import provenance
+from benchmarks.tables import publish, table
+
+COMMAND = "python -m benchmarks.trainer_accuracy"
+GIB = 2**30
+CARD_GIB = 200  # memory of the simulated GPU: all measured steps fit
+STEPS = 3
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+}
+ABOUT = """\
+The model is that of Llama 3.2 1B, but with as many heads for keys and values as for queries. *reserved*: the most that
+torch's allocator reserved in the last of three steps, in GiB; *plan*: the error of the plan for the same. *allocated*
+is the error of allocated bytes.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A trainer's run.
+
+    Attributes:
+        keys: of its arguments and of the model.
+        sizes: whose steps are measured.
+    """
+
+    trainer: str = "sft"
+    keys: dict[str, Any] = field(default_factory=dict)
+    seq_len: int = 1024
+    ranks: int = 1
+    sizes: tuple[int, ...] = (1, 3, 12)
+
+
+_BF16 = {"dtype": "bfloat16"}
+_LORA = _BF16 | {"use_peft": True}
+CASES = {
+    "SFT": Case(),
+    "SFT, weights in bfloat16": Case(keys=_BF16),
+    "SFT, no checkpointing": Case(keys=_BF16 | {"gradient_checkpointing": False}, sizes=(1, 3, 8)),
+    "SFT, accumulation": Case(keys=_BF16 | {"gradient_accumulation_steps": 4}),
+    "SFT, float16": Case(keys={"fp16": True}),
+    "SFT, Adafactor": Case(keys=_BF16 | {"optim": "adafactor"}),
+    "SFT, LoRA": Case(keys=_LORA),
+    "SFT, LoRA on all layers, rows of 4096": Case(
+        keys=_LORA | {"lora_target_modules": "all-linear", "lora_r": 64}, seq_len=4096, sizes=(1, 2, 5)
+    ),
+    "SFT, DoRA": Case(keys=_LORA | {"use_dora": True}),
+    "SFT, LoRA and the whole head": Case(keys=_LORA | {"lora_modules_to_save": ["lm_head"]}),
+    "DPO": Case(trainer="dpo", keys=_BF16, sizes=(1, 2, 5)),
+    "DPO, LoRA": Case(trainer="dpo", keys=_LORA, sizes=(1, 2, 5)),
+    "Trainer": Case(trainer="transformers", keys={"bf16": True, "gradient_checkpointing": True}, sizes=(1, 2, 5)),
+    "Trainer, weights in bfloat16, checkpointing": Case(
+        trainer="transformers", keys=_BF16 | {"gradient_checkpointing": True}, sizes=(1, 2, 5)
+    ),
+    "Trainer, weights in bfloat16": Case(trainer="transformers", keys=_BF16, sizes=(1, 2, 5)),
+    "SFT, LoRA, DDP on 2 ranks": Case(keys=_LORA, ranks=2),
+    "SFT, DDP on 2 ranks": Case(keys=_BF16, ranks=2),
+    "SFT, FSDP2 on 2 ranks": Case(keys={"fsdp": True}, ranks=2),
+    "SFT, LoRA, FSDP2 on 2 ranks": Case(keys=_LORA | {"fsdp": True}, ranks=2),
+}
+
+
+def _run(case: Case, folder: Path) -> Any:
+    from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
+
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return HuggingFaceRun(
+        path=str(folder), seq_len=case.seq_len, trainer=case.trainer, keys=case.keys, ranks=case.ranks
+    )
+
+
+def _planned(case: Case, folder: Path) -> dict[str, Any]:
+    """Allocated and reserved bytes of each size."""
+    from torchtune_adaptive.plan.decide import BatchSizes, Device
+    from torchtune_adaptive.plan.gpu import Card, Overhead
+
+    started = time.process_time()
+    traced = _run(case, folder).trace()
+    workspaces = Card.named("A100 80GB").overhead(1).workspaces  # which the simulated GPU has, too
+    overhead = Overhead(workspaces=workspaces, expandable=False, caches=True)
+    sizes = BatchSizes(traced.step, Device(name="", memory_bytes=CARD_GIB * GIB, margin=0, overhead=overhead))
+    found: dict[str, Any] = {"seconds": time.process_time() - started, "layers": traced.traced_layers}
+    memory = {str(rows): sizes.memory(rows) for rows in case.sizes}
+    return found | {"sizes": {rows: [one.allocated_bytes, one.reserved_bytes] for rows, one in memory.items()}}
+
+
+def _measured(case: Case, folder: Path, rows: int) -> list[int]:
+    """The same of a real training, whose batch has so many rows."""
+    import datasets
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, TrainerCallback
+
+    from torchtune_adaptive.plan.hugging_face import run as of_plan
+
+    run = _run(case, folder)
+    classes = run.classes
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            torch.cuda.reset_peak_memory_stats()
+
+    keys = dict(run.run_keys.training) | {"output_dir": str(folder), "report_to": "none", "save_strategy": "no"}
+    keys |= {"max_steps": STEPS, "per_device_train_batch_size": rows, "logging_steps": 1000, "disable_tqdm": True}
+    if case.trainer != "transformers":
+        keys["max_length"] = case.seq_len
+    parser = HfArgumentParser(classes.arguments)
+    parser.set_defaults(**keys)
+    (arguments,) = parser.parse_args_into_dataclasses(args=[])
+    config = AutoConfig.from_pretrained(folder)
+    config.use_cache = False
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=run.model.dtype)
+    torch.cuda.empty_cache()  # tied weights were two tensors at first, which a checkpoint's are not
+    num_rows = 64 * rows * case.ranks
+    options: dict[str, Any] = {}
+    if case.trainer == "transformers":
+        row = {name: [0] * case.seq_len for name in ("input_ids", "labels")} | {"attention_mask": [1] * case.seq_len}
+        options["train_dataset"] = datasets.Dataset.from_list([row] * num_rows)
+    elif case.trainer == "sft":
+        options["train_dataset"] = datasets.Dataset.from_list([{"input_ids": [0] * case.seq_len}] * num_rows)
+    else:
+        text = " ".join(["a"] * (case.seq_len + 8))
+        row = {"prompt": "a", "chosen": text, "rejected": text}
+        options["train_dataset"] = datasets.Dataset.from_list([row] * num_rows)
+        if run.adapters is None:
+            with torch.device("cuda"):
+                options["ref_model"] = AutoModelForCausalLM.from_config(config, dtype=run.model.dtype)
+    if case.trainer != "transformers":
+        options |= {"processing_class": of_plan._tokenizer(), "peft_config": run.adapters}
+    with of_plan._without_torchao():
+        trainer = classes.trainer(model=model, args=arguments, callbacks=[Watch()], **options)
+    del model, options
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    full_rows = mock.patch.object(masks, "_ignore_causal_mask_sdpa", return_value=True)  # a simulated GPU has no values
+    with _no_kernels(), full_rows:
+        trainer.train()
+    return [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+
+
+@contextlib.contextmanager
+def _no_kernels() -> Iterator[None]:
+    """Context: TRL takes the way of Triton, whose kernels do nothing."""
+    from torchtune_adaptive.plan.hugging_face import kernels
+
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("trl."):
+                for attribute, stand_in in kernels._stand_ins(name, vars(module)):
+                    if attribute not in ("range", "get_act_offloading_ctx_manager"):
+                        patch = mock.patch.object(module, attribute, stand_in, create=attribute == "triton")
+                        stack.enter_context(patch)
+        yield
+
+
+def _in_process(name: str, what: str, folder: Path) -> Any:
+    """What a process of its own, or one for each rank, finds."""
+    case, out = CASES[name], folder / "out.json"
+    out.unlink(missing_ok=True)
+    launch = [sys.executable, "-W", "ignore", "-m"]
+    if what != "planned" and case.ranks > 1:
+        launch += ["torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}", "-m"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "SIMULATED_GPU_GIB": str(CARD_GIB)}
+    environment |= {"SIMULATED_GPUS": str(case.ranks), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [*launch, "benchmarks.trainer_accuracy", "--case", name, "--step", what, "--out", str(out)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode or not out.exists():
+        raise RuntimeError(f"{name}, {what}: {' '.join(done.stdout.splitlines()[-12:])}")
+    return json.loads(out.read_text())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was planned and what was measured for a case."""
+
+    name: str
+    planned: dict[str, Any]
+    measured: dict[int, list[int]]
+
+    def errors(self, place: int) -> dict[int, float]:
+        """By rows, the plan's error of allocated (0) or of reserved (1) bytes."""
+        planned = self.planned["sizes"]
+        return {rows: planned[str(rows)][place] / figures[place] - 1 for rows, figures in self.measured.items()}
+
+
+def document(outcomes: Sequence[Outcome], seconds: float) -> Iterator[str]:
+    """The lines of the result."""
+    yield from ["# Plans of trainers against what torch's allocator reserves", ""]
+    packages = ("torch", "transformers", "trl", "peft", "accelerate")
+    yield provenance(COMMAND, seconds=seconds, device=f"a simulated GPU of {CARD_GIB} GiB", packages=packages)
+    yield from ["", ABOUT]
+    cells: list[list[str]] = []
+    for place in (0, 1):
+        errors = sorted((error for one in outcomes for error in one.errors(place).values()), key=abs)
+        name = ("allocated", "reserved")[place]
+        cells.append([name, str(len(errors)), f"{median(map(abs, errors)):.2%}", f"{errors[-1]:+.2%}"])
+    yield from [*table(["bytes", "steps", "median", "worst"], cells), ""]
+    rows = [
+        [one.name, str(size), f"{one.measured[size][1] / GIB:.2f}", f"{reserved:+.2%}", f"{one.errors(0)[size]:+.2%}"]
+        for one in outcomes
+        for size, reserved in one.errors(1).items()
+    ]
+    yield from table(["case", "rows", "reserved", "plan", "allocated"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--cases", default=";".join(CASES))
+    parser.add_argument("--case")
+    parser.add_argument("--step")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.case:
+        case, folder = CASES[arguments.case], Path(tempfile.mkdtemp())
+        is_plan = arguments.step == "planned"
+        found = _planned(case, folder) if is_plan else _measured(case, folder, int(arguments.step))
+        if int(os.environ.get("RANK", "0")) == 0:
+            arguments.out.write_text(json.dumps(found))
+        os._exit(0)  # threads of a process group can abort an interpreter that shuts down
+    started = time.perf_counter()
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as directory:
+        for name in filter(None, arguments.cases.split(";")):
+            try:
+                planned = _in_process(name, "planned", Path(directory))
+                measured = {rows: _in_process(name, str(rows), Path(directory)) for rows in CASES[name].sizes}
+            except RuntimeError as error:
+                print(f"failed: {error}", file=sys.stderr)
+                continue
+            outcomes.append(Outcome(name, planned, measured))
+            for place in (1, 0):
+                errors = " ".join(f"{rows}: {error:+.2%}" for rows, error in outcomes[-1].errors(place).items())
+                print(f"{name}, {('allocated', 'reserved')[place]}: {errors}", file=sys.stderr)
+    if arguments.output is not None:
+        publish(list(document(outcomes, time.perf_counter() - started)), arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""TRL's trainers, traced on a model without weights, as `tune-adaptive plan --hf` plans them."""
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.any_loop import plan_of_loop
+from torchtune_adaptive.plan.decide import Plan
+from torchtune_adaptive.plan.gpu import Card
+from torchtune_adaptive.plan.hugging_face.kernels import tokens_of_a_tile
+from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
+from torchtune_adaptive.plan.hugging_face.ways import ways_to_fit
+
+pytestmark = pytest.mark.integrations
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 4000,
+    "tie_word_embeddings": False,
+}
+LINEAR = 12 * (4 * 256 * 256 + 3 * 256 * 512)
+WEIGHTS = LINEAR + 2 * 4000 * 256 + (2 * 12 + 1) * 256
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("llama")
+    (directory / "config.json").write_text(json.dumps(LLAMA))
+    return str(directory)
+
+
+def run_of(path: str, *, trainer: str = "sft", ranks: int = 1, seq_len: int = 1024, **keys: Any) -> HuggingFaceRun:
+    return HuggingFaceRun(path=path, seq_len=seq_len, trainer=trainer, keys=keys, ranks=ranks)
+
+
+def plan_of(run: HuggingFaceRun, memory: str = "24GiB") -> Plan:
+    card = Card.named(memory)
+    return plan_of_loop(run.trace(), card, ranks=run.ranks, batch_sizes=[1], title="", assumptions="")
+
+
+@functools.cache
+def planned(path: str, **options: Any) -> Plan:
+    return plan_of(run_of(path, **options))
+
+
+def bytes_of(plan: Plan, kind: str) -> float:
+    return plan.size(4).kinds.get(kind, 0)
+
+
+def test_the_loss_of_a_large_batch_works_on_one_tile_of_tokens(path: str) -> None:
+    run = run_of(path)
+    assert run._sizes() == [5, 6, 1, 2, 3]  # 5 rows of 1023 tokens are more than a tile
+    assert tokens_of_a_tile() == 4096
+    few = run._traced(4, sizes=run._sizes())
+    assert few.step.at(40) == run._traced(4, sizes=[40, 41]).events(40)
+    assert few.step.at(4) == run._traced(4, sizes=[4, 3]).events(4)
+
+
+def test_weights_of_4_bits_take_half_a_byte_and_their_scales(path: str) -> None:
+    options: dict[str, Any] = {"use_peft": True, "dtype": "bfloat16", "lora_target_modules": "all-linear"}
+    plain, packed = planned(path, **options), planned(path, **options, load_in_4bit=True)
+    nested = planned(path, **options, load_in_4bit=True, use_bnb_nested_quant=True)
+    saved = bytes_of(plain, "parameters") - bytes_of(packed, "parameters")
+    assert saved == pytest.approx(LINEAR * 1.5, rel=0.03)
+    scales, of_nested = (bytes_of(plan, "other tensors") for plan in (packed, nested))
+    assert scales == pytest.approx(LINEAR / 64 * 4, rel=0.3)  # the allocator rounds up
+    assert of_nested < scales
+
+
+def test_pairs_have_a_reference_unless_there_are_adapters_or_it_is_computed_before(path: str) -> None:
+    options: dict[str, Any] = {"trainer": "dpo", "dtype": "bfloat16"}
+    pairs, before = planned(path, **options), planned(path, **options, precompute_ref_log_probs=True)
+    adapters = planned(path, **options, use_peft=True)
+    assert bytes_of(pairs, "other tensors") - bytes_of(before, "other tensors") == pytest.approx(2 * WEIGHTS, rel=0.03)
+    assert bytes_of(adapters, "other tensors") < WEIGHTS
+    assert pairs.size(8).allocated_bytes > planned(path, dtype="bfloat16").size(8).allocated_bytes
+
+
+def test_the_trainers_own_arguments_change_what_a_step_takes(path: str) -> None:
+    usual = planned(path, dtype="bfloat16").size(16).allocated_bytes
+    kept = planned(path, dtype="bfloat16", gradient_checkpointing=False).size(16).allocated_bytes
+    offloaded = planned(path, dtype="bfloat16", gradient_checkpointing=False, activation_offloading=True)
+    assert usual < kept
+    assert offloaded.size(16).allocated_bytes < kept
+    packed = planned(path, dtype="bfloat16", packing=True, attn_implementation="flash_attention_2")
+    assert packed.size(16).allocated_bytes == pytest.approx(usual, rel=0.02)
+    masked = planned(path, dtype="bfloat16", packing=True)
+    assert masked.size(16).allocated_bytes > 1.2 * packed.size(16).allocated_bytes  # a matrix of all pairs of tokens
+
+
+def test_adapters_under_fsdp2_are_sharded_with_the_weights(path: str) -> None:
+    options: dict[str, Any] = {"use_peft": True, "dtype": "bfloat16"}
+    one, two = planned(path, **options), planned(path, **options, ranks=2, fsdp=True)
+    assert bytes_of(two, "parameters") == pytest.approx(bytes_of(one, "parameters") / 2, rel=0.05)
+    with pytest.raises(InputError) as caught:
+        run_of(path, **options, ranks=2, fsdp=True, load_in_4bit=True)
+    assert str(caught.value) == "`load_in_4bit` is not planned together with `fsdp`."
+
+
+def test_ways_to_fit_say_which_keys_make_it_fit(path: str) -> None:
+    run = run_of(path)
+    plan = plan_of(run, "700MiB")
+    assert not plan.fits
+    ways = list(ways_to_fit(run, plan, lambda changed: plan_of(changed, "700MiB")))
+    found = {way.change: way.fits for way in ways}
+    assert list(found)[:2] == ["dtype=bfloat16", "use_peft=True dtype=bfloat16"]
+    assert found["use_peft=True dtype=bfloat16"]
+
+
+def test_a_plan_leaves_trl_as_it_was(path: str) -> None:
+    from trl.kernels import chunked_logprob
+
+    planned(path, dtype="bfloat16")
+    assert not chunked_logprob._use_triton(torch.device("cpu"))
+    assert "range" not in vars(chunked_logprob)

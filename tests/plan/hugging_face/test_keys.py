@@ -1,0 +1,95 @@
+"""The keys of a run: read from a file and a command line, and sorted by what they configure."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.hugging_face.keys import ModelKeys, RunKeys, TrainerClasses, imported, read_keys
+
+
+@dataclass
+class Arguments:
+    """Stands for the arguments of a trainer."""
+
+    learning_rate: float = 1e-4
+    gradient_checkpointing: bool = True
+    gradient_checkpointing_kwargs: Any = None
+    deepspeed: Any = None
+
+
+def test_keys_of_a_file_and_of_the_command_line_are_joined(tmp_path: Path) -> None:
+    path = tmp_path / "args.yaml"
+    path.write_text("max_length: 512\nfsdp_config:\n  reshard_after_forward: true\n  version: 2\nbf16: true\n")
+    overrides = ["max_length=1024", "fsdp_config.reshard_after_forward=false", "a.b=[x, 1]", "optim=adamw_8bit"]
+    expected = {
+        "max_length": 1024,
+        "fsdp_config": {"reshard_after_forward": False, "version": 2},
+        "bf16": True,
+        "a": {"b": ["x", 1]},
+        "optim": "adamw_8bit",
+    }
+    assert read_keys(path, overrides) == expected
+    path.write_text(json.dumps({"max_length": 8}))
+    assert read_keys(path, []) == {"max_length": 8}
+    assert read_keys(None, []) == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "overrides", "sentence"),
+    [
+        (None, [], "`--training-args` '{path}' cannot be read: FileNotFoundError: "),
+        ("[1, 2]", [], "`--training-args` must name a file of keys and values, but '{path}' has none."),
+        ("a: [", [], "`--training-args` '{path}' cannot be read: "),
+        ("a: 1", ["bf16"], "Keys of a run are given as key=value, not as 'bf16'."),
+        ("a: 1", ["bf16=["], "The value of 'bf16=[' cannot be read: "),
+    ],
+)
+def test_what_has_no_keys_is_refused(content: str | None, overrides: list[str], sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "args.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError) as caught:
+        read_keys(path, overrides)
+    assert str(caught.value).startswith(sentence.format(path=path))
+
+
+def test_keys_are_sorted_by_what_they_configure() -> None:
+    keys = {"use_peft": True, "lora_r": 4, "learning_rate": 0.1, "dataset_name": "mine", "deepspeed": None}
+    assert RunKeys.of(keys, Arguments) == RunKeys(ModelKeys(use_peft=True, lora_r=4), {"learning_rate": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (
+            {"lora_rang": 4},
+            "'lora_rang' is no key of Arguments or of TRL's ModelConfig; did you mean `lora_r`?",
+        ),
+        ({"deepspeed": "ds.json"}, "`deepspeed=ds.json` is not planned: DeepSpeed's allocations are not traced."),
+        ({"use_cpu": True}, "`use_cpu=True` is not planned: a plan is of GPUs."),
+        (
+            {"gradient_checkpointing_kwargs": {"offload": True}},
+            "`gradient_checkpointing_kwargs.offload` is not planned; `activation_offloading` of TRL is.",
+        ),
+    ],
+)
+def test_what_is_unknown_or_not_planned_is_refused_by_name(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError) as caught:
+        RunKeys.of(keys, Arguments)
+    assert str(caught.value) == sentence
+
+
+def test_a_missing_package_and_an_unknown_trainer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "trl", None)
+    with pytest.raises(InputError) as caught:
+        TrainerClasses.named("sft")
+    assert str(caught.value) == "A plan of SFTTrainer of trl needs trl: `pip install trl` installs it."
+    with pytest.raises(InputError) as caught:
+        TrainerClasses.named("adam")
+    assert str(caught.value) == "`trainer` must be one of sft, dpo, transformers, but is 'adam' instead."
+    with pytest.raises(InputError, match="needs nowhere"):
+        imported("nowhere.at_all", needed_for="this")
