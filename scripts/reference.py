@@ -18,6 +18,7 @@ from unittest import mock
 
 from torchtune_adaptive import schedule
 from torchtune_adaptive.cli.main import _parser
+from torchtune_adaptive.cli.plan_hugging_face import parser_of_models
 from torchtune_adaptive.settings import CONFIG_KEYS, AdaptiveSettings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
@@ -60,7 +61,10 @@ def command_line() -> str:
     program = _parser()
     (commands,) = [one for one in program._actions if isinstance(one, argparse._SubParsersAction)]
     parsers: dict[str, argparse.ArgumentParser] = {program.prog: program}
-    parsers |= {f"{program.prog} {name}": parser for name, parser in commands.choices.items()}
+    for name, parser in commands.choices.items():
+        parsers[f"{program.prog} {name}"] = parser
+        if name == "plan":
+            parsers[f"{program.prog} plan --hf"] = parser_of_models()
     with mock.patch.dict(os.environ, COLUMNS="110"):
         helps = {name: parser.format_help().rstrip("\n") for name, parser in parsers.items()}
     return "\n\n".join(f"### `{name}`\n\n```text\n{text}\n```" for name, text in helps.items())

@@ -11,7 +11,8 @@ from torchtune_adaptive.output import quietly
 from torchtune_adaptive.plan.gpu import Card
 
 _TRAINERS = ("sft", "dpo", "transformers")
-_EPILOG = f"""keys are those of SFTConfig, DPOConfig or TrainingArguments, and of TRL's ModelConfig. Dots name keys of mappings.
+_EPILOG = f"""keys are those of the trainer's arguments, such as SFTConfig, and of TRL's ModelConfig.
+A dot names a key of a mapping, as in fsdp_config.cpu_offload=True.
 
 examples:
   {PROGRAM} plan --hf mistralai/Mistral-7B-v0.1 --memory RTX4090 use_peft=True load_in_4bit=True dtype=bfloat16
@@ -31,7 +32,7 @@ def plan_model(arguments: Sequence[str]) -> None:
     Raises:
         InputError: a value is refused, or the run cannot be planned.
     """
-    parser = _parser()
+    parser = parser_of_models()
     given, others = parser.parse_known_args(arguments)  # keys may stand anywhere
     if any(one.startswith("-") for one in others):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -72,7 +73,8 @@ def plan_model(arguments: Sequence[str]) -> None:
     print(json.dumps(plan_json(planned, ways=ways), indent=2) if given.json else plan_text(planned, ways=ways))
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser_of_models() -> argparse.ArgumentParser:
+    """The parser of this plan's arguments."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} plan",
         description="Predict which batch sizes of a Hugging Face model fit in its trainer, without a GPU or weights.",

@@ -189,7 +189,10 @@ class StepTrace:
         # "prim": optimizers query fake parameters. "profiler": torch 2.9 marks compiled code, but not at every size.
         if func.namespace in ("prim", "profiler"):
             return
-        for leaf in tree_leaves(outputs):
+        leaves = tree_leaves(outputs)
+        if func is torch.ops.aten.native_dropout.default:
+            leaves.reverse()  # CUDA takes the mask first (aten/src/ATen/native/cuda/Dropout.cu)
+        for leaf in leaves:
             for tensor in plain_parts(leaf):
                 if device_of(tensor).type == "cpu":
                     self._storages.see(tensor.untyped_storage())
