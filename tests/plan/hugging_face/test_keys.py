@@ -19,6 +19,7 @@ class Arguments:
     gradient_checkpointing: bool = True
     gradient_checkpointing_kwargs: Any = None
     deepspeed: Any = None
+    model_init_kwargs: Any = None
 
 
 def test_keys_of_a_file_and_of_the_command_line_are_joined(tmp_path: Path) -> None:
@@ -62,6 +63,13 @@ def test_keys_are_sorted_by_what_they_configure() -> None:
     assert RunKeys.of(keys, Arguments) == RunKeys(ModelKeys(use_peft=True, lora_r=4), {"learning_rate": 0.1})
 
 
+def test_what_a_model_is_loaded_with_is_read_unless_a_key_says_it() -> None:
+    loaded = {"dtype": "bfloat16", "attn_implementation": "flash_attention_2", "device_map": "auto"}
+    model = RunKeys.of({"model_init_kwargs": loaded}, Arguments).model
+    assert (model.dtype, model.attn_implementation) == ("bfloat16", "flash_attention_2")
+    assert RunKeys.of({"model_init_kwargs": loaded, "dtype": "float16"}, Arguments).model.dtype == "float16"
+
+
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
@@ -71,6 +79,10 @@ def test_keys_are_sorted_by_what_they_configure() -> None:
         ),
         ({"deepspeed": "ds.json"}, "`deepspeed=ds.json` is not planned: DeepSpeed's allocations are not traced."),
         ({"use_cpu": True}, "`use_cpu=True` is not planned: a plan is of GPUs."),
+        (
+            {"model_init_kwargs": {"use_kernels": True}},
+            "`model_init_kwargs.use_kernels` is not planned: such kernels need a GPU to be traced.",
+        ),
         (
             {"gradient_checkpointing_kwargs": {"offload": True}},
             "`gradient_checkpointing_kwargs.offload` is not planned; `activation_offloading` of TRL is.",

@@ -31,6 +31,28 @@ _OF_A_SCRIPT = frozenset(
         *("ignore_bias_buffers", "num_processes", "num_machines", "trust_remote_code"),
     }
 )
+# Keys of data, checkpoints and evaluation, which change nothing in a step that is planned. The trainer gets these values
+# instead: a plan has one row of its own, and neither saves nor evaluates.
+NOT_OF_A_STEP = MappingProxyType(
+    {
+        "report_to": "none",
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "load_best_model_at_end": False,
+        "push_to_hub": False,
+        "resume_from_checkpoint": None,
+        "eval_on_start": False,
+        "auto_find_batch_size": False,
+        "dataset_num_proc": None,
+        "dataset_kwargs": None,
+        "assistant_only_loss": False,
+        "completion_only_loss": None,
+        "chat_template_path": None,
+        "eos_token": None,
+        "pad_token": None,
+        "model_init_kwargs": None,
+    }
+)
 # Keys that are not planned, unless they have one of these values; and what to do.
 _NOT_PLANNED = MappingProxyType(
     {
@@ -130,7 +152,14 @@ class RunKeys:
                 raise InputError(f"`{key}={value}` is not planned: {why}.")
             if key.endswith("_checkpointing_kwargs") and isinstance(value, dict) and value.get("offload"):
                 raise InputError(f"`{key}.offload` is not planned; `activation_offloading` of TRL is.")
-        model = ModelKeys(**{key: value for key, value in keys.items() if key in of_model})
+        loaded = dict(keys.get("model_init_kwargs") or {})
+        if loaded.get("use_kernels"):
+            raise InputError("`model_init_kwargs.use_kernels` is not planned: such kernels need a GPU to be traced.")
+        if loaded.get("quantization_config"):
+            raise InputError("`model_init_kwargs.quantization_config` is not planned; `load_in_4bit` is.")
+        given = {"dtype": loaded.get("dtype", loaded.get("torch_dtype"))}
+        given["attn_implementation"] = loaded.get("attn_implementation")
+        model = ModelKeys(**given | {key: value for key, value in keys.items() if key in of_model})
         training = {key: value for key, value in keys.items() if key in of_training and key not in _NOT_PLANNED}
         return cls(model, training)
 

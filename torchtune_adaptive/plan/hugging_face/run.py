@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
 from torchtune_adaptive.output import quietly
 from torchtune_adaptive.plan.hugging_face.kernels import tokens_of_a_tile, trl_as_on_cuda
-from torchtune_adaptive.plan.hugging_face.keys import RunKeys, TrainerClasses, imported
+from torchtune_adaptive.plan.hugging_face.keys import NOT_OF_A_STEP, RunKeys, TrainerClasses, imported
 from torchtune_adaptive.plan.hugging_face.model import LanguageModel, unpacked
 from torchtune_adaptive.plan.trace.events import extended, with_bytes_of
 from torchtune_adaptive.plan.trace.fake_tensors import make_fake
@@ -352,11 +352,11 @@ class _Training:
         """The trainer's arguments, parsed as its own commands parse them."""
         run, classes = self._run, self._run.classes
         parser = imported("transformers", needed_for="a Hugging Face model").HfArgumentParser(classes.arguments)
-        keys = dict(run.run_keys.training) | {"output_dir": self._folder, "report_to": "none", "save_strategy": "no"}
+        known = {one.name for one in fields(classes.arguments)}
+        unused = {key: value for key, value in NOT_OF_A_STEP.items() if key in known}
+        keys = dict(run.run_keys.training) | unused | {"output_dir": self._folder}
         if run.trainer != "transformers":
             keys["max_length"] = run.seq_len
-        if not keys.get("eval_strategy"):
-            keys["eval_strategy"] = "no"
         parser.set_defaults(**keys)
         printed = io.StringIO()
         try:
