@@ -31,8 +31,8 @@ _OF_A_SCRIPT = frozenset(
         *("ignore_bias_buffers", "num_processes", "num_machines", "trust_remote_code"),
     }
 )
-# Keys of data, checkpoints and evaluation, which change nothing in a step that is planned. The trainer gets these values
-# instead: a plan has one row of its own, and neither saves nor evaluates.
+# Keys of data, checkpoints and evaluation, which change nothing in a step that is planned. The trainer gets these
+# values instead: a plan has one row of its own, and neither saves nor evaluates.
 NOT_OF_A_STEP = MappingProxyType(
     {
         "report_to": "none",
