@@ -93,15 +93,13 @@ def test_every_change_is_planned_for_the_longest_rows_as_it_is_named() -> None:
         "enable_activation_checkpointing=True",
         "LoRA and checkpointing: model=torchtune.models.llama2.lora_llama2, rank 8",
         "4 ranks",
-        "rows of 512 tokens",
-    ]
+    ]  # not shorter rows: what does not depend on them is too much
     assert result.asked == [
         Asked(checkpointed, 1, (4096,)),
         Asked(lora, 1, (4096,)),
         Asked(as_it_is, 4, (4096,)),
-        *(Asked(as_it_is, 1, (seq_len,)) for seq_len in (2048, 1024, 512)),
     ]
-    for way, asked in zip(result.found, [*result.asked[:3], result.asked[-1]], strict=True):
+    for way, asked in zip(result.found, result.asked, strict=True):
         step = as_a_model_would(asked)
         own = planned(asked.cfg, step, world_size=asked.world_size, batch_sizes=[1])
         assert way.length == own.lengths[0]

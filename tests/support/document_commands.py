@@ -15,8 +15,10 @@ from torchtune._recipe_registry import get_all_recipes
 from tests.support.documents import REPOSITORY
 from torchtune_adaptive.cli.arguments import integers
 from torchtune_adaptive.cli.main import _parser
+from torchtune_adaptive.cli.plan_hugging_face import names_model, parser_of_models
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.gpu import memory_of
+from torchtune_adaptive.plan.hugging_face.keys import read_keys
 from torchtune_adaptive.ppo.checks import check_turns
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.checks import check_config
@@ -155,11 +157,16 @@ class PageCommands:
             parsed, _ = _parsed(_parser(), arguments)
             self.copies[_plain(str(parsed.destination))] = parsed.name
             self.runs = True
+        elif names_model(arguments):
+            parsed, others = _parsed(parser_of_models(), rest, allows_others=True)
+            read_keys(None, [*parsed.keys, *others])
+            memory_of(parsed.memory)
+            self.runs = False  # the model is on the Hub
         else:
             parsed, others = _parsed(_parser(), arguments, allows_others=True)
             if others and ("overrides" not in parsed or any(other.startswith("-") for other in others)):
                 raise WrongCommand(f"`tune-adaptive {command}` does not take {' '.join(others)}")
-            if vars(parsed).get("config") is not None:  # or `--hf`
+            if vars(parsed).get("config") is not None:
                 method_of(self._config(parsed.config, [*parsed.overrides, *others]))
             if command == "plan":
                 for option in ("--seq-len", "--batch-size", "--nproc_per_node", "--nnodes"):
@@ -167,8 +174,7 @@ class PageCommands:
                         integers(option, text)
                 for gpu in parsed.memory.split(",") if parsed.memory else ():
                     memory_of(gpu)
-            plans = command == "plan" and parsed.hf is None  # which may be on the Hub
-            self.runs = plans or not self.output_dirs.isdisjoint(rest)
+            self.runs = command == "plan" or not self.output_dirs.isdisjoint(rest)
 
     def _run(self, arguments: list[str]) -> None:
         """Check a recipe with its config and overrides, as the recipe itself does before it is set up."""
