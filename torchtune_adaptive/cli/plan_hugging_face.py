@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torchtune_adaptive.cli.arguments import PROGRAM, integer, integers, missing_memory
@@ -46,7 +47,7 @@ def plan_model(arguments: Sequence[str]) -> None:
 
     from torchtune_adaptive.plan.any_loop import LoopPlan, plan_of_loop  # torch takes seconds to import
     from torchtune_adaptive.plan.hugging_face.keys import read_keys
-    from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
+    from torchtune_adaptive.plan.hugging_face.run import UNCERTAINTY, HuggingFaceRun
     from torchtune_adaptive.plan.hugging_face.ways import ways_to_fit
     from torchtune_adaptive.plan.show.as_json import plan_json
     from torchtune_adaptive.plan.show.text import plan_text
@@ -61,6 +62,7 @@ def plan_model(arguments: Sequence[str]) -> None:
             run.trace(),
             card,
             ranks=run.ranks,
+            overhead=replace(card.overhead(run.ranks, has_group=run.ranks > 1), uncertainty=UNCERTAINTY),
             batch_sizes=batch_sizes,
             title=f"{given.hf}, samples of {run.seq_len} tokens",
             assumptions=run.assumptions,

@@ -157,7 +157,7 @@ class RunKeys:
             raise InputError("`model_init_kwargs.use_kernels` is not planned: such kernels need a GPU to be traced.")
         if loaded.get("quantization_config"):
             raise InputError("`model_init_kwargs.quantization_config` is not planned; `load_in_4bit` is.")
-        given = {"dtype": loaded.get("dtype", loaded.get("torch_dtype"))}
+        given: dict[str, Any] = {"dtype": loaded.get("dtype", loaded.get("torch_dtype"))}
         given["attn_implementation"] = loaded.get("attn_implementation")
         model = ModelKeys(**given | {key: value for key, value in keys.items() if key in of_model})
         training = {key: value for key, value in keys.items() if key in of_training and key not in _NOT_PLANNED}
