@@ -9,23 +9,21 @@ each size, from an empty cache. Then tries every size near a limit, one step as 
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from benchmarks.apart import CARD_GIB, in_process, median_and_worst, write_and_end
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 
 COMMAND = "python -m benchmarks.plan_accuracy"
 H200 = Path(__file__).parent / "results" / "gpu_nvidia_h200.json"
 GIB = 2**30
-CARD_GIB = 200  # memory of the simulated GPU: all measured steps fit
 STEPS = 3
 NEAR = 3  # sizes that are tried above and below the planned one
 
@@ -237,24 +235,9 @@ def _in_process(case: Case, name: str, what: str, folder: Path, *, content: Any 
     """What a process of its own, or one for each rank, finds."""
     out = folder / f"{name}.{what}.json"
     out.with_suffix(".in").write_text(json.dumps(content))
-    launch = [sys.executable, "-m"]
-    if what == "measured" and case.ranks > 1:
-        launch += ["torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}", "-m"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "SIMULATED_GPU_GIB": str(CARD_GIB)}
-    environment["SIMULATED_GPUS"] = str(case.ranks)
-    if case.expandable:
-        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    done = subprocess.run(
-        [*launch, "benchmarks.plan_accuracy", "--case", name, "--step", what, "--out", str(out)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode or not out.exists():
-        raise RuntimeError(f"{name}, {what}: {' '.join(done.stdout.splitlines()[-12:])}")
-    return json.loads(out.read_text())
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if case.expandable else {}
+    ranks = case.ranks if what == "measured" else 1
+    return in_process("benchmarks.plan_accuracy", ["--case", name, "--step", what], out, ranks=ranks, **environment)
 
 
 def _of_h200(case: Case) -> list[dict[str, Any]]:
@@ -360,11 +343,8 @@ def _cells_of_h200(one: dict[str, Any]) -> list[str]:
 
 
 def _summary(name: str, outcomes: Sequence[Outcome]) -> list[str]:
-    cells = [name]
-    for place in (0, 1):
-        errors = sorted((error for one in outcomes for _, error in one.errors(place)), key=abs)
-        cells += [f"{median(map(abs, errors)):.2%}", f"{errors[-1]:+.2%}"]
-    return [name, str(sum(1 for one in outcomes for _ in one.errors(0))), *cells[1:]]
+    cells = [median_and_worst(error for one in outcomes for _, error in one.errors(place)) for place in (0, 1)]
+    return [name, str(sum(1 for one in outcomes for _ in one.errors(0))), *cells[0], *cells[1]]
 
 
 def main() -> None:
@@ -380,9 +360,7 @@ def main() -> None:
         tried = json.loads(arguments.out.with_suffix(".in").read_text())
         steps = {"planned": _planned, "measured": lambda case: _measured(case, tried), "h200": _of_h200}
         found = steps[arguments.step](case)
-        if int(os.environ.get("RANK", "0")) == 0:
-            arguments.out.write_text(json.dumps(found))
-        os._exit(0)  # threads of a process group can abort an interpreter that shuts down
+        write_and_end(found, arguments.out)
     started = time.perf_counter()
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:

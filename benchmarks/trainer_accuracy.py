@@ -1,6 +1,6 @@
 """Does a plan of a Hugging Face model know what torch's allocator reserves in its trainer?
 
-    .venv-simulated-gpu/bin/python -m benchmarks.trainer_accuracy --output benchmarks/results/trainer_accuracy.md
+    .venv-simulated-gpu/bin/python -m benchmarks.trainer_accuracy --output FILE
 
 Plans the runs of ``CASES``, and trains them for three steps on a GPU, by default a simulated one, with random weights.
 Needs transformers, TRL, peft and accelerate. Kernels of Triton do nothing in both, as a simulated GPU has none. Pairs
@@ -8,27 +8,23 @@ are left out: which tokens their loss is of depends on values, which it has not 
 """
 
 import argparse
-import contextlib
 import importlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 from unittest import mock
 
+from benchmarks.apart import CARD_GIB, in_process, median_and_worst, write_and_end
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 
 COMMAND = "python -m benchmarks.trainer_accuracy"
 GIB = 2**30
-CARD_GIB = 200  # memory of the simulated GPU: all measured steps fit
 STEPS = 3
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -123,6 +119,7 @@ def _measured(case: Case, folder: Path, rows: int) -> list[int]:
     from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, TrainerCallback
 
     from torchtune_adaptive.plan.hugging_face import run as of_plan
+    from torchtune_adaptive.plan.hugging_face.kernels import kernels_do_nothing
 
     run = _run(case, folder)
     classes = run.classes
@@ -157,46 +154,17 @@ def _measured(case: Case, folder: Path, rows: int) -> list[int]:
     del model, options
     masks: Any = importlib.import_module("transformers.masking_utils")
     full_rows = mock.patch.object(masks, "_ignore_causal_mask_sdpa", return_value=True)  # a simulated GPU has no values
-    with _no_kernels(), full_rows:
+    with kernels_do_nothing(), full_rows:
         trainer.train()
     return [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
 
 
-@contextlib.contextmanager
-def _no_kernels() -> Iterator[None]:
-    """Context: TRL takes the way of Triton, whose kernels do nothing."""
-    from torchtune_adaptive.plan.hugging_face import kernels
-
-    with contextlib.ExitStack() as stack:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("trl."):
-                for attribute, stand_in in kernels._stand_ins(name, vars(module)):
-                    if attribute not in ("range", "get_act_offloading_ctx_manager"):
-                        patch = mock.patch.object(module, attribute, stand_in, create=attribute == "triton")
-                        stack.enter_context(patch)
-        yield
-
-
 def _in_process(name: str, what: str, folder: Path) -> Any:
     """What a process of its own, or one for each rank, finds."""
-    case, out = CASES[name], folder / "out.json"
-    out.unlink(missing_ok=True)
-    launch = [sys.executable, "-W", "ignore", "-m"]
-    if what != "planned" and case.ranks > 1:
-        launch += ["torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}", "-m"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "SIMULATED_GPU_GIB": str(CARD_GIB)}
-    environment |= {"SIMULATED_GPUS": str(case.ranks), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [*launch, "benchmarks.trainer_accuracy", "--case", name, "--step", what, "--out", str(out)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode or not out.exists():
-        raise RuntimeError(f"{name}, {what}: {' '.join(done.stdout.splitlines()[-12:])}")
-    return json.loads(out.read_text())
+    ranks = 1 if what == "planned" else CASES[name].ranks
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    arguments = ["--case", name, "--step", what]
+    return in_process("benchmarks.trainer_accuracy", arguments, folder / "out.json", ranks=ranks, **environment)
 
 
 @dataclass(frozen=True)
@@ -220,10 +188,9 @@ def document(outcomes: Sequence[Outcome], seconds: float) -> Iterator[str]:
     yield provenance(COMMAND, seconds=seconds, device=f"a simulated GPU of {CARD_GIB} GiB", packages=packages)
     yield from ["", ABOUT]
     cells: list[list[str]] = []
-    for place in (0, 1):
-        errors = sorted((error for one in outcomes for error in one.errors(place).values()), key=abs)
-        name = ("allocated", "reserved")[place]
-        cells.append([name, str(len(errors)), f"{median(map(abs, errors)):.2%}", f"{errors[-1]:+.2%}"])
+    for place, name in enumerate(("allocated", "reserved")):
+        errors = [error for one in outcomes for error in one.errors(place).values()]
+        cells.append([name, str(len(errors)), *median_and_worst(errors)])
     yield from [*table(["bytes", "steps", "median", "worst"], cells), ""]
     rows = [
         [one.name, str(size), f"{one.measured[size][1] / GIB:.2f}", f"{reserved:+.2%}", f"{one.errors(0)[size]:+.2%}"]
@@ -245,9 +212,7 @@ def main() -> None:
         case, folder = CASES[arguments.case], Path(tempfile.mkdtemp())
         is_plan = arguments.step == "planned"
         found = _planned(case, folder) if is_plan else _measured(case, folder, int(arguments.step))
-        if int(os.environ.get("RANK", "0")) == 0:
-            arguments.out.write_text(json.dumps(found))
-        os._exit(0)  # threads of a process group can abort an interpreter that shuts down
+        write_and_end(found, arguments.out)
     started = time.perf_counter()
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as directory:

@@ -3,7 +3,7 @@
 import functools
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -21,20 +21,20 @@ class _NoKernel:
 
 @contextmanager
 def trl_as_on_cuda() -> Iterator[None]:
+    """Context: TRL, if it is there, takes on fake tensors what it takes on CUDA with Triton."""
+    with kernels_do_nothing(), _replaced(_of_fake_tensors):
+        yield
+
+
+@contextmanager
+def kernels_do_nothing() -> Iterator[None]:
     """Context: TRL, if it is there, chooses as on CUDA with Triton, whose kernels do nothing."""
     for name in ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.kernels.chunked_logprob"):
         try:
             importlib.import_module(name)
         except ImportError:
             break
-    with ExitStack() as stack:
-        for name, module in list(sys.modules.items()):
-            if not name.startswith("trl."):
-                continue
-            for attribute, stand_in in _stand_ins(name, vars(module)):
-                stack.enter_context(
-                    mock.patch.object(module, attribute, stand_in, create=attribute in ("triton", "range"))
-                )
+    with _replaced(_of_kernels):
         yield
 
 
@@ -43,25 +43,35 @@ def tokens_of_a_tile() -> int:
     return getattr(sys.modules.get("trl.kernels.chunked_logprob"), "TOKEN_CHUNK_SIZE", 0)
 
 
+@contextmanager
+def _replaced(stand_ins: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+    """Context: modules of TRL have ``stand_ins`` of their attributes. Kernels' modules get those they lack as well."""
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if not name.startswith("trl."):
+                continue
+            for attribute, stand_in in stand_ins(vars(module)).items():
+                if hasattr(module, attribute) or name.startswith("trl.kernels."):
+                    stack.enter_context(mock.patch.object(module, attribute, stand_in, create=True))
+        yield
+
+
+def _of_kernels(attributes: dict[str, Any]) -> dict[str, Any]:
+    """What takes the place of Triton, of its kernels, and of one call of cuBLAS that works in place."""
+    kernels = {name: _NoKernel() for name in attributes if name.endswith("_kernel")}
+    triton = SimpleNamespace(cdiv=lambda a, b: -(-a // b))
+    return kernels | {"triton": triton, "_use_triton": lambda _: True, "_addmm_fp32": lambda *_: None}
+
+
+def _of_fake_tensors(attributes: dict[str, Any]) -> dict[str, Any]:
+    """What takes the place of loops over tiles of tokens, and of copies to the host."""
+    return {
+        "range": functools.partial(_one_tile, attributes),
+        "get_act_offloading_ctx_manager": lambda *_, **__: OffloadedActivations(),
+    }
+
+
 def _one_tile(attributes: dict[str, Any], *bounds: int) -> range:
     """``range``, but of tiles of tokens the first alone: each takes the memory that the one before has given back."""
     whole = range(*bounds)
     return whole[:1] if whole.step == attributes.get("TOKEN_CHUNK_SIZE") else whole
-
-
-def _stand_ins(name: str, attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What takes the place of a module's attributes."""
-    if name.startswith("trl.kernels."):
-        yield "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b))
-        yield "range", functools.partial(_one_tile, attributes)
-        for attribute in attributes:
-            if attribute.endswith("_kernel"):
-                yield attribute, _NoKernel()
-    known = {
-        "_use_triton": lambda _: True,
-        "_addmm_fp32": lambda *_: None,  # one call of cuBLAS, in place
-        "get_act_offloading_ctx_manager": lambda *_, **__: OffloadedActivations(),
-    }
-    for attribute, stand_in in known.items():
-        if attribute in attributes:
-            yield attribute, stand_in

@@ -1,0 +1,49 @@
+"""What the benchmarks of plans share: parts in processes of their own, on a simulated GPU, and errors in tables."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+CARD_GIB = 200  # memory of the simulated GPU: all measured steps fit
+
+
+def in_process(module: str, arguments: Sequence[str], out: Path, *, ranks: int = 1, **environment: str) -> Any:
+    """What a process of its own, or one for each rank, writes to ``out`` as JSON.
+
+    Raises:
+        RuntimeError: it failed; the message has its last lines.
+    """
+    launch = [sys.executable, "-W", "ignore", "-m"]
+    if ranks > 1:
+        launch += ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
+    environment |= {"OMP_NUM_THREADS": "1", "SIMULATED_GPU_GIB": str(CARD_GIB), "SIMULATED_GPUS": str(ranks)}
+    out.unlink(missing_ok=True)
+    done = subprocess.run(
+        [*launch, module, *arguments, "--out", str(out)],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode or not out.exists():
+        raise RuntimeError(" ".join([*arguments, *done.stdout.splitlines()[-12:]]))
+    return json.loads(out.read_text())
+
+
+def write_and_end(found: Any, out: Path) -> None:
+    """Write what a process of ``in_process`` has found, if it is rank 0, and end it."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        out.write_text(json.dumps(found))
+    os._exit(0)  # threads of a process group can abort an interpreter that shuts down
+
+
+def median_and_worst(errors: Iterable[float]) -> list[str]:
+    """Two cells of a table: the median size of the errors, and the largest of them."""
+    by_size = sorted(errors, key=abs)
+    return [f"{median(map(abs, by_size)):.2%}", f"{by_size[-1]:+.2%}"]
