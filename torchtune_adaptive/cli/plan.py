@@ -53,8 +53,7 @@ def add_plan(commands: Commands) -> None:
     )
     command.add_argument("--nnodes", default="1", help="number of machines [1]")
     command.add_argument(
-        "--memory",
-        help="memory of each GPU: a name (H100) or a size (80GiB), or several [adaptive.memory_limit]",
+        "--memory", help="memory of each GPU: a name (H100) or a size (80GiB), or several [adaptive.memory_limit]"
     )
     command.add_argument("--seq-len", help="tokens per row, or several lengths, separated by commas [the config's]")
     command.add_argument(
@@ -66,10 +65,7 @@ def add_plan(commands: Commands) -> None:
     command.add_argument("--plot", type=Path, help="write a plot of a step's memory to this .svg file")
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     command.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="override a key of the config, as with `tune run`",
+        "overrides", nargs="*", metavar="key=value", help="override a key of the config, as with `tune run`"
     )
     command.set_defaults(run=_plan)
 
@@ -77,14 +73,6 @@ def add_plan(commands: Commands) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     if arguments.config is None:
         raise InputError("A plan needs either `--config` or `--hf`.")
-    _plan_config(arguments)
-
-
-def _flag(option: str) -> str:
-    return f"--{option.replace('_', '-')}"
-
-
-def _plan_config(arguments: argparse.Namespace) -> None:
     cfg = load_config(arguments.config, arguments.overrides)
     check_top_level_keys(cfg)
     settings = AdaptiveSettings.from_cfg(cfg)
@@ -103,7 +91,7 @@ def _plan_config(arguments: argparse.Namespace) -> None:
     is_one = len(ranks) * len(cards) == 1
     for option in ("what_if", "plot"):
         if getattr(arguments, option) and not is_one:
-            raise InputError(f"`{_flag(option)}` needs one GPU and one number of ranks.")
+            raise InputError(f"`--{option.replace('_', '-')}` needs one GPU and one number of ranks.")
     if arguments.what_if and len(batch_sizes) > 1:
         raise InputError(f"`--what-if` needs one `--batch-size`, not {arguments.batch_size}.")
     tracer = Tracer(user_cache_folder("plans"), shows_progress=True)

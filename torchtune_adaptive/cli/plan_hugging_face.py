@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchtune_adaptive.cli.arguments import PROGRAM, integer, integers, missing_memory
-from torchtune_adaptive.errors import require_one_of
+from torchtune_adaptive.errors import require_integer, require_one_of
 from torchtune_adaptive.output import quietly
 from torchtune_adaptive.plan.gpu import Card
+from torchtune_adaptive.plan.hugging_face.keys import TRAINERS, read_keys
 
-_TRAINERS = ("sft", "dpo", "transformers")
 _EPILOG = f"""keys are those of the trainer's arguments, such as SFTConfig, and of TRL's ModelConfig.
 A dot names a key of a mapping, as in fsdp_config.cpu_offload=True.
 
@@ -43,19 +43,17 @@ def plan_model(arguments: Sequence[str]) -> None:
     ranks = integer("--nproc_per_node", given.nproc_per_node) * integer("--nnodes", given.nnodes)
     seq_len = None if given.seq_len is None else integer("--seq-len", given.seq_len)
     asked = [] if given.batch_size is None else integers("--batch-size", given.batch_size)
-    require_one_of("--trainer", given.trainer, _TRAINERS)
+    require_one_of("--trainer", given.trainer, TRAINERS)
+    keys = read_keys(given.training_args, [*given.keys, *others])
+    size_key = "per_device_train_batch_size"
+    if not asked and size_key in keys:
+        asked = [require_integer(size_key, keys[size_key], minimum=1)]
 
     from torchtune_adaptive.plan.any_loop import LoopPlan, plan_of_loop  # torch takes seconds to import
-    from torchtune_adaptive.plan.hugging_face.keys import read_keys
     from torchtune_adaptive.plan.hugging_face.run import UNCERTAINTY, HuggingFaceRun
     from torchtune_adaptive.plan.hugging_face.ways import ways_to_fit
     from torchtune_adaptive.plan.show.as_json import plan_json
     from torchtune_adaptive.plan.show.text import plan_text
-
-    keys = read_keys(given.training_args, [*given.keys, *others])
-    size_key = "per_device_train_batch_size"
-    if not asked and size_key in keys:
-        asked = [integer(size_key, keys[size_key])]
 
     def plan(run: HuggingFaceRun, batch_sizes: Sequence[int]) -> LoopPlan:
         return plan_of_loop(
