@@ -63,6 +63,14 @@ def test_a_step_that_replaces_what_it_found_finds_it_again_in_the_next() -> None
     assert memory.allocated_bytes == memory.reserved_bytes == 60 * MIB
 
 
+def test_state_that_the_first_step_makes_lies_in_what_activations_have_left() -> None:
+    step = (take(BEFORE, 30, "optimizer state"), take("forward", 40), give("backward", 1), take("optimizer", 0))
+    assert replayed(step).reserved_bytes == (30 + 40) * MIB
+    late = replayed(step, state_exists=False)
+    assert late.reserved_bytes == (40 + 40) * MIB  # the second step finds the first 40 MiB taken in part
+    assert late.allocated_bytes == 70 * MIB
+
+
 def test_below_a_limit_the_allocator_empties_its_cache_or_the_step_does_not_fit() -> None:
     step = (take("forward", 30), give("forward", 0), take("backward", 40), give("backward", 2))
     plenty = replayed(step)

@@ -47,6 +47,7 @@ def test_keys_of_a_file_and_of_the_command_line_are_joined(tmp_path: Path) -> No
         ("a: [", [], "`--training-args` '{path}' cannot be read: "),
         ("a: 1", ["bf16"], "Keys of a run are given as key=value, not as 'bf16'."),
         ("a: 1", ["bf16=["], "The value of 'bf16=[' cannot be read: "),
+        ("a: 1", ["a.b=2"], "'a.b=2' names a key of `a`, which is 1 and no mapping."),
     ],
 )
 def test_what_has_no_keys_is_refused(content: str | None, overrides: list[str], sentence: str, tmp_path: Path) -> None:
@@ -79,6 +80,16 @@ def test_what_a_model_is_loaded_with_is_read_unless_a_key_says_it() -> None:
         ),
         ({"deepspeed": "ds.json"}, "`deepspeed=ds.json` is not planned: DeepSpeed's allocations are not traced."),
         ({"use_cpu": True}, "`use_cpu=True` is not planned: a plan is of GPUs."),
+        ({"attn_implementation": 5}, "`attn_implementation` must be a word or null, but is 5 instead."),
+        ({"bnb_4bit_quant_type": "int4"}, "`bnb_4bit_quant_type` must be one of nf4, fp4, but is 'int4' instead."),
+        (
+            {"num_processes": 8},
+            "`num_processes=8` is not planned: `--nproc_per_node` and `--nnodes` say how many ranks there are.",
+        ),
+        (
+            {"model_init_kwargs": "bfloat16"},
+            "`model_init_kwargs` must be a mapping of keys, but is 'bfloat16' instead.",
+        ),
         (
             {"model_init_kwargs": {"use_kernels": True}},
             "`model_init_kwargs.use_kernels` is not planned: such kernels need a GPU to be traced.",

@@ -52,6 +52,11 @@ def test_weights_gradients_and_state_have_the_types_that_the_trainer_gives_them(
 
 
 @pytest.mark.slow
+def test_the_first_step_of_a_trainer_makes_the_optimizers_state(path: str) -> None:
+    assert not run_of(path).trace().step.state_exists
+
+
+@pytest.mark.slow
 def test_checkpointing_takes_less_and_accumulation_keeps_gradients(path: str) -> None:
     usual = planned(path, dtype="bfloat16")
     recomputed = planned(path, dtype="bfloat16", gradient_checkpointing=True)

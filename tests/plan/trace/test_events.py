@@ -192,6 +192,16 @@ def test_memory_that_would_shrink_below_nothing_has_no_further_rows() -> None:
     )
 
 
+def test_a_batch_follows_from_the_nearest_traced_ones_that_are_smaller() -> None:
+    """As a loss that works on tiles: up to 4 rows it grows by 10 bytes with each, from 5 on by 1."""
+
+    def tiled(rows: int) -> Events:
+        return (Event("forward", "mm", "activations", 10 * rows if rows < 5 else 100 + rows),)
+
+    step = StepEvents(0, {rows: (tiled(rows),) for rows in (1, 2, 3, 5, 6)})
+    assert all(step.at(rows) == tiled(rows) for rows in range(1, 20))
+
+
 def test_a_batch_whose_memory_does_not_follow_is_refused_in_one_sentence() -> None:
     def shrinking(number: int) -> Events:
         return (Event("forward", "mm", "activations", 10 - 3 * number),)

@@ -26,6 +26,7 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.replay import exact
 from torchtune_adaptive.plan.trace.events import Event
 from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
+from torchtune_adaptive.plan.trace.recorder import _Change, _in_order
 from torchtune_adaptive.plan.trace.restored import fake_process_group
 
 WIDTH = 8
@@ -97,6 +98,49 @@ def metered(num_samples: int, step: Callable[..., object], optimizer_of: Callabl
 
 
 @pytest.mark.parametrize("step", [train_step, accumulating_step])
+def selecting_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """A loss of the rows whose label is not -100, as trainers compute it."""
+    rows, labels = batch
+    is_counted = labels != -100
+    of_counted = model(rows)[is_counted].sum(-1)
+    torch.zeros(len(rows)).masked_scatter(is_counted, of_counted).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def labelled(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of which every second one counts."""
+    return torch.ones(2 * num_samples, WIDTH), torch.tensor([0, -100] * num_samples)
+
+
+def test_rows_are_selected_by_values_that_are_the_same_in_all_batches() -> None:
+    loop = traced(train_step=selecting_step, make_batch=labelled, values_are_fixed=True)
+    for number in (2, 3):
+        (selected,) = (one for one in loop.events(number) if one.operation == "aten.index.Tensor" and one.taken < 0)
+        assert selected.num_bytes == number * 3 * 4  # of each sample one row of three outputs
+    with pytest.raises(InputError, match="whose result has a size that depends on values"):
+        traced(train_step=selecting_step, make_batch=labelled)
+
+
+def test_cuda_takes_a_mask_of_dropout_before_its_result() -> None:
+    def with_dropout() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+
+    events = traced(build_model=with_dropout).events(2)
+    taken = [one.num_bytes for one in events if one.operation == "aten.native_dropout.default" and one.taken < 0]
+    assert taken == [2 * WIDTH, 4 * 2 * WIDTH]
+
+
+def test_what_is_given_back_together_is_in_the_order_of_taking() -> None:
+    """Autocast forgets the weights that it has cast in the order of addresses."""
+    taken = [_Change(0, storage, 8, 0) for storage in (0, 1, 2)]
+    given_back = [_Change(operation, storage, -8, 0) for operation, storage in ((1, 2), (1, 0), (2, 1))]
+    expected = [*taken, given_back[1], given_back[0], given_back[2]]
+    assert list(_in_order([*taken, *given_back])) == expected
+
+
 @pytest.mark.parametrize(
     "optimizer_of",
     [

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
-
-import yaml
+from typing import Any, get_type_hints
 
 from torchtune_adaptive.errors import InputError, did_you_mean, quote, reason_of, require_one_of
 
@@ -28,7 +26,7 @@ _OF_A_SCRIPT = frozenset(
     {
         *("model_name_or_path", "model_revision", "lora_task_type", "env", "datasets", "streaming", "test_split_size"),
         *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming"),
-        *("ignore_bias_buffers", "num_processes", "num_machines", "trust_remote_code"),
+        *("ignore_bias_buffers", "trust_remote_code"),
     }
 )
 # Keys of data, checkpoints and evaluation, which change nothing in a step that is planned. The trainer gets these
@@ -53,6 +51,9 @@ NOT_OF_A_STEP = MappingProxyType(
         "model_init_kwargs": None,
     }
 )
+_RANKS = "`--nproc_per_node` and `--nnodes` say how many ranks there are"
+# Keys whose values are mappings that a plan reads.
+_MAPPINGS = ("fsdp_config", "model_init_kwargs", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
 # Keys that are not planned, unless they have one of these values; and what to do.
 _NOT_PLANNED = MappingProxyType(
     {
@@ -62,8 +63,15 @@ _NOT_PLANNED = MappingProxyType(
         "load_in_8bit": ((False, None), "the size of its outliers depends on values; `load_in_4bit` is planned"),
         "lora_target_parameters": ((None,), "adapters are planned of modules alone"),
         "use_cpu": ((False, None), "a plan is of GPUs"),
-        "tp_size": ((None, 1), "only data parallelism is planned"),
+        "num_processes": ((None, 1), _RANKS),
+        "num_machines": ((None, 1), _RANKS),
     }
+)
+
+
+_STORAGES = ("uint8", "int8", "bfloat16", "float16", "float32", "float64")  # of bitsandbytes, for packed weights
+_KINDS: Mapping[Any, str] = MappingProxyType(
+    {bool: "True or False", int: "an integer", float: "a number", str: "a word", str | None: "a word or null"}
 )
 
 
@@ -75,6 +83,9 @@ class ModelKeys:
         dtype: of weights; None: float32, as TRL's trainers load it, and the config's for transformers' Trainer.
         attn_implementation: None: what transformers chooses.
         lora_target_modules: names of layers, or "all-linear"; None: those that peft chooses for the model.
+
+    Raises:
+        InputError: a value is of another type, or bitsandbytes does not know it.
     """
 
     dtype: str | None = None
@@ -91,6 +102,14 @@ class ModelKeys:
     bnb_4bit_quant_type: str = "nf4"
     use_bnb_nested_quant: bool = False
     bnb_4bit_quant_storage: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(ModelKeys).items():
+            value = getattr(self, name)
+            if kind is not Any and not isinstance(value, kind | int if kind is float else kind):
+                raise InputError(f"`{name}` must be {_KINDS[kind]}, but is {quote(value)} instead.")
+        require_one_of("bnb_4bit_quant_type", self.bnb_4bit_quant_type, ("nf4", "fp4"))
+        require_one_of("bnb_4bit_quant_storage", self.bnb_4bit_quant_storage or "uint8", _STORAGES)
 
 
 @dataclass(frozen=True)
@@ -124,7 +143,8 @@ class RunKeys:
     """Keys of a run by what they configure.
 
     Attributes:
-        training: of the trainer's arguments.
+        model: how the model is loaded and adapted.
+        training: the trainer's arguments.
     """
 
     model: ModelKeys = field(default_factory=ModelKeys)
@@ -150,9 +170,11 @@ class RunKeys:
             values, why = _NOT_PLANNED.get(key, ((value,), ""))
             if value not in values:
                 raise InputError(f"`{key}={value}` is not planned: {why}.")
-            if key.endswith("_checkpointing_kwargs") and isinstance(value, dict) and value.get("offload"):
+            if key in _MAPPINGS and not isinstance(value, dict | None):
+                raise InputError(f"`{key}` must be a mapping of keys, but is {quote(value)} instead.")
+            if key.endswith("_checkpointing_kwargs") and (value or {}).get("offload"):
                 raise InputError(f"`{key}.offload` is not planned; `activation_offloading` of TRL is.")
-        loaded = dict(keys.get("model_init_kwargs") or {})
+        loaded = keys.get("model_init_kwargs") or {}
         if loaded.get("use_kernels"):
             raise InputError("`model_init_kwargs.use_kernels` is not planned: such kernels need a GPU to be traced.")
         if loaded.get("quantization_config"):
@@ -170,6 +192,7 @@ def read_keys(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     Raises:
         InputError: the file cannot be read, or it or an override has no keys.
     """
+    yaml = imported("yaml", needed_for="a Hugging Face model", package="pyyaml")
     keys: dict[str, Any] = {}
     if path is not None:
         try:
@@ -186,7 +209,10 @@ def read_keys(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
         *outer, last = key.split(".")
         place = keys
         for name in outer:
-            place[name] = dict(place.get(name) or {})
+            inner = place.get(name) or {}
+            if not isinstance(inner, dict):
+                raise InputError(f"{quote(override)} names a key of `{name}`, which is {quote(inner)} and no mapping.")
+            place[name] = dict(inner)
             place = place[name]
         try:
             place[last] = yaml.safe_load(text)
@@ -195,14 +221,14 @@ def read_keys(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     return keys
 
 
-def imported(name: str, *, needed_for: str) -> Any:
-    """A module.
+def imported(name: str, *, needed_for: str, package: str = "") -> Any:
+    """A module of ``package``, which by default has the module's name.
 
     Raises:
-        InputError: its package is missing.
+        InputError: the package is missing.
     """
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        package = name.partition(".")[0]
+        package = package or name.partition(".")[0]
         raise InputError(f"A plan of {needed_for} needs {package}: `pip install {package}` installs it.") from error

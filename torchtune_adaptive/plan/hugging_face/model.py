@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -43,10 +44,9 @@ class LanguageModel:
         config.use_cache = False
         if num_layers is not None:
             _limit_layers(config.get_text_config(), num_layers)
+        dtype, attention = self.dtype, self._attention
         with _errors_explained(self.path):
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=self.dtype, attn_implementation=self._attention
-            )
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         if self.keys.load_in_4bit:
             self._quantize(transformers, model)
         return model
@@ -74,7 +74,7 @@ class LanguageModel:
         name = self.keys.dtype or "float32"
         if name == "auto":
             return getattr(self.config, "dtype", None) or torch.float32
-        dtype = getattr(torch, str(name), None)
+        dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise InputError(f"`dtype` must be auto or a type of torch such as bfloat16, but is {quote(name)} instead.")
         return dtype
@@ -103,6 +103,8 @@ class LanguageModel:
             InputError: there is no such model, or its weights are quantized.
         """
         transformers = _transformers()
+        if self.path.startswith(("/", "./", "../")) and not Path(self.path).is_dir():
+            raise InputError(f"`--hf` {quote(self.path)} is no folder.")
         with _errors_explained(self.path):
             config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
         if (quantized := getattr(config, "quantization_config", None)) is not None:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import distributed
 
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
-from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
+from torchtune_adaptive.errors import InputError, reason_of, require_integer
 from torchtune_adaptive.output import quietly
 from torchtune_adaptive.plan.hugging_face.kernels import tokens_of_a_tile, trl_as_on_cuda
 from torchtune_adaptive.plan.hugging_face.keys import NOT_OF_A_STEP, RunKeys, TrainerClasses, imported
@@ -33,7 +33,6 @@ from torchtune_adaptive.plan.trace.events import extended, with_bytes_of
 from torchtune_adaptive.plan.trace.fake_tensors import make_fake
 from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
-from torchtune_adaptive.plan.trace.step_events import StepEvents
 
 # How far reserved bytes of a trainer may be off: 49 of 51 steps in benchmarks/results/trainer_accuracy_simulated.md.
 UNCERTAINTY = 0.04
@@ -65,8 +64,6 @@ class HuggingFaceRun:
         for name in ("seq_len", "ranks"):
             require_integer(name, getattr(self, name), minimum=1)
         fsdp: Any = self.run_keys.training.get("fsdp_config") or {}
-        if isinstance(fsdp, str):
-            raise InputError(f"`fsdp_config` must be a mapping of keys, but is {quote(fsdp)} instead.")
         if str(fsdp.get("version", fsdp.get("fsdp_version", 2))) != "2":
             raise InputError("FSDP1 is not planned: `fsdp_config.version` must be 2.")
         if self.run_keys.training.get("fsdp") and self.run_keys.model.load_in_4bit:
@@ -148,11 +145,9 @@ class HuggingFaceRun:
         """The step, from models of these numbers of layers; None if the whole model's does not follow from theirs."""
         whole = self.model.num_layers
         periods = (whole - first) // (second - first)
-        one, two, all_of_them = map(self._num_parameters, (first, second, None))
+        one, two, numbers = map(self._num_parameters, (first, second, None))
         # Layers beyond the third model may differ, as in a mixture of experts whose last layers are dense.
-        if any(
-            found != start + periods * (more - start) for start, more, found in zip(one, two, all_of_them, strict=True)
-        ):
+        if numbers != tuple(start + periods * (more - start) for start, more in zip(one, two, strict=True)):
             return None
         small, *others = self._sizes()
         few, more, most = (
@@ -168,14 +163,14 @@ class HuggingFaceRun:
             if size > 1 and found is None:
                 return None
             steps.setdefault(size, (few.events(size), found or ()))
-        step = StepEvents(0, dict(sorted(steps.items())), periods, state_exists=False)
+        step = replace(few.step, traced=dict(sorted(steps.items())), periods=periods)
         if not (step.follows(1) and step.follows(max(steps) + 1)):
             return None
         return replace(
             few,
             step=step,
-            num_parameters=all_of_them[0],
-            num_trainable=all_of_them[1],
+            num_parameters=numbers[0],
+            num_trainable=numbers[1],
             num_layers=whole,
             traced_layers=(first, second),
         )
@@ -183,9 +178,7 @@ class HuggingFaceRun:
     def _num_parameters(self, num_layers: int | None) -> tuple[int, int]:
         """Parameters of the model with so many layers, adapters included, and those that are trained."""
         with quietly(), unpacked(), _without_torchao(), torch.device("meta"):
-            model = self.model.build(num_layers)
-            if (adapters := self.adapters) is not None:
-                model = imported("peft", needed_for="LoRA").get_peft_model(model, adapters)
+            model = self.with_adapters(self.model.build(num_layers))
         parameters = list(model.parameters())
         return sum(one.numel() for one in parameters), sum(one.numel() for one in parameters if one.requires_grad)
 
@@ -206,6 +199,21 @@ class HuggingFaceRun:
             modules_to_save=keys.lora_modules_to_save,
         )
 
+    def with_adapters(self, model: Any) -> Any:
+        """The model with the adapters of the keys, if they have any.
+
+        Raises:
+            InputError: peft cannot add them.
+        """
+        adapters = self.adapters
+        if adapters is None:
+            return model
+        try:
+            return imported("peft", needed_for="LoRA").get_peft_model(model, adapters)
+        except ValueError as error:
+            modules = self.run_keys.model.lora_target_modules
+            raise InputError(f"`lora_target_modules={modules}` is refused by peft: {reason_of(error)}.") from error
+
     def _sizes(self) -> list[int]:
         """Numbers of samples to trace: the first two fill a tile of TRL's loss, whose size then grows no more."""
         tokens = (self.seq_len - 1) * (2 if self.trainer == "dpo" else 1)
@@ -215,7 +223,7 @@ class HuggingFaceRun:
 
     def _traced(self, num_layers: int | None, *, sizes: Sequence[int]) -> TracedLoop:
         with self._training(num_layers) as training:
-            return trace_loop(
+            traced = trace_loop(
                 training.build_model,
                 training.build_optimizer,
                 training.train_step,
@@ -226,6 +234,7 @@ class HuggingFaceRun:
                 keeps_on_host=training.keeps_on_host,
                 shows_progress=True,
             )
+        return replace(traced, step=replace(traced.step, state_exists=False))  # a trainer's first step makes it
 
     @contextmanager
     def _training(self, num_layers: int | None) -> Iterator["_Training"]:
@@ -275,7 +284,7 @@ class _Training:
         self._trainer: Any = None
         self._wrapped: Any = None
         self._stepped: Any = None
-        with suppress(ImportError):  # what imports it later fails, once a trace pretends to have a GPU
+        with suppress(ImportError):  # once a trace pretends to have a GPU, importing it fails
             importlib.import_module("bitsandbytes")
 
     def build_model(self) -> nn.Module:
@@ -314,7 +323,13 @@ class _Training:
         if self._wrapped is None:
             self._wrapped = _replicated(trainer.accelerator, model)
         trainer.get_optimizer_cls_and_kwargs = functools.partial(_optimizer_kind, trainer.get_optimizer_cls_and_kwargs)
-        trainer.create_optimizer()
+        try:
+            trainer.create_optimizer()
+        except InputError:
+            raise
+        except (ValueError, NotImplementedError, ImportError) as error:
+            name = self._run.run_keys.training.get("optim")
+            raise InputError(f"`optim={name}` is not planned: {reason_of(error)}.") from error
         self._stepped = trainer.accelerator.prepare_optimizer(trainer.optimizer)
         trainer.optimizer = self._stepped.optimizer
         return self._stepped.optimizer
@@ -372,14 +387,13 @@ class _Training:
         return arguments
 
     def _built_trainer(self, model: Any, arguments: Any, options: dict[str, Any]) -> Any:
-        run, adapters = self._run, self._run.adapters
+        run = self._run
         try:
             if run.trainer == "transformers":
-                if adapters is not None:
-                    with torch.device("meta"):
-                        model = imported("peft", needed_for="LoRA").get_peft_model(model, adapters)
-                    if arguments.gradient_checkpointing:
-                        model.enable_input_require_grads()
+                with torch.device("meta"):
+                    model = run.with_adapters(model)
+                if run.adapters is not None and arguments.gradient_checkpointing:
+                    model.enable_input_require_grads()
                 return run.classes.trainer(model=model, args=arguments, train_dataset=[{"input_ids": [0]}])
             datasets = imported("datasets", needed_for=run.classes.title)
             rows = {"input_ids": [[0] * run.seq_len]} if run.trainer == "sft" else _PREFERENCE
@@ -389,9 +403,11 @@ class _Training:
                     args=arguments,
                     train_dataset=datasets.Dataset.from_dict(rows),
                     processing_class=_tokenizer(),
-                    peft_config=adapters,
+                    peft_config=run.adapters,
                     **options,
                 )
+        except InputError:
+            raise
         except (ValueError, NotImplementedError, ImportError) as error:
             raise InputError(f"{run.classes.title} refuses this run: {reason_of(error)}.") from error
 
