@@ -1,25 +1,28 @@
 """The keys of a run: read from a file and a command line, and sorted by what they configure."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.hugging_face.keys import ModelKeys, RunKeys, TrainerClasses, imported, read_keys
+from torchtune_adaptive.plan.hugging_face import keys
+from torchtune_adaptive.plan.hugging_face.keys import Arguments, ModelKeys, RunKeys, TrainerClasses, imported, read_keys
 
-
-@dataclass
-class Arguments:
-    """Stands for the arguments of a trainer."""
-
-    learning_rate: float = 1e-4
-    gradient_checkpointing: bool = True
-    gradient_checkpointing_kwargs: Any = None
-    deepspeed: Any = None
-    model_init_kwargs: Any = None
+ARGUMENTS = Arguments(
+    "MyArguments",
+    frozenset(
+        {
+            "learning_rate",
+            "gradient_checkpointing",
+            "gradient_checkpointing_kwargs",
+            "deepspeed",
+            "model_init_kwargs",
+        }
+    ),
+)
 
 
 def test_keys_of_a_file_and_of_the_command_line_are_joined(tmp_path: Path) -> None:
@@ -60,23 +63,35 @@ def test_what_has_no_keys_is_refused(content: str | None, overrides: list[str], 
 
 
 def test_keys_are_sorted_by_what_they_configure() -> None:
-    keys = {"use_peft": True, "lora_r": 4, "learning_rate": 0.1, "dataset_name": "mine", "deepspeed": None}
-    assert RunKeys.of(keys, Arguments) == RunKeys(ModelKeys(use_peft=True, lora_r=4), {"learning_rate": 0.1})
+    given = {"use_peft": True, "lora_r": 4, "learning_rate": 0.1, "dataset_name": "mine", "deepspeed": None}
+    assert RunKeys.of(given, ARGUMENTS) == RunKeys(ModelKeys(use_peft=True, lora_r=4), {"learning_rate": 0.1})
+
+
+def test_the_source_has_the_fields_of_the_class() -> None:
+    arguments = Arguments.of("transformers")
+    assert arguments.names == {one.name for one in fields(TrainerClasses.named("transformers").arguments) if one.init}
+    assert arguments.title == "TrainingArguments"
+
+
+def test_a_class_that_is_defined_elsewhere_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Arguments.of("transformers")
+    monkeypatch.setattr(keys, "_SOURCES", {"transformers": ("elsewhere.py",)})
+    assert Arguments.of("transformers") == expected
 
 
 def test_what_a_model_is_loaded_with_is_read_unless_a_key_says_it() -> None:
     loaded = {"dtype": "bfloat16", "attn_implementation": "flash_attention_2", "device_map": "auto"}
-    model = RunKeys.of({"model_init_kwargs": loaded}, Arguments).model
+    model = RunKeys.of({"model_init_kwargs": loaded}, ARGUMENTS).model
     assert (model.dtype, model.attn_implementation) == ("bfloat16", "flash_attention_2")
-    assert RunKeys.of({"model_init_kwargs": loaded, "dtype": "float16"}, Arguments).model.dtype == "float16"
+    assert RunKeys.of({"model_init_kwargs": loaded, "dtype": "float16"}, ARGUMENTS).model.dtype == "float16"
 
 
 @pytest.mark.parametrize(
-    ("keys", "sentence"),
+    ("given", "sentence"),
     [
         (
             {"lora_rang": 4},
-            "'lora_rang' is no key of Arguments or of TRL's ModelConfig; did you mean `lora_r`?",
+            "'lora_rang' is no key of MyArguments or of TRL's ModelConfig; did you mean `lora_r`?",
         ),
         ({"deepspeed": "ds.json"}, "`deepspeed=ds.json` is not planned: DeepSpeed's allocations are not traced."),
         ({"use_cpu": True}, "`use_cpu=True` is not planned: a plan is of GPUs."),
@@ -100,9 +115,9 @@ def test_what_a_model_is_loaded_with_is_read_unless_a_key_says_it() -> None:
         ),
     ],
 )
-def test_what_is_unknown_or_not_planned_is_refused_by_name(keys: dict[str, Any], sentence: str) -> None:
+def test_what_is_unknown_or_not_planned_is_refused_by_name(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError) as caught:
-        RunKeys.of(keys, Arguments)
+        RunKeys.of(given, ARGUMENTS)
     assert str(caught.value) == sentence
 
 
@@ -112,7 +127,10 @@ def test_a_missing_package_and_an_unknown_trainer_are_named(monkeypatch: pytest.
         TrainerClasses.named("sft")
     assert str(caught.value) == "A plan of SFTTrainer of trl needs trl: `pip install trl` installs it."
     with pytest.raises(InputError) as caught:
-        TrainerClasses.named("adam")
+        Arguments.of("sft")
+    assert str(caught.value) == "A plan of SFTConfig of trl needs trl: `pip install trl` installs it."
+    with pytest.raises(InputError) as caught:
+        Arguments.of("adam")
     assert str(caught.value) == "`trainer` must be one of sft, dpo, transformers, but is 'adam' instead."
     with pytest.raises(InputError, match="needs nowhere"):
         imported("nowhere.at_all", needed_for="this")

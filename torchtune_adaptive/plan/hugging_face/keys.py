@@ -3,7 +3,9 @@
 Names and defaults of the model's keys are those of TRL 1.16 (``trl/trainer/model_config.py``).
 """
 
+import ast
 import importlib
+import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -21,6 +23,13 @@ _CLASSES = MappingProxyType(
     }
 )
 TRAINERS = tuple(_CLASSES)
+# Where these packages define the classes of arguments.
+_SOURCES = MappingProxyType(
+    {
+        "trl": ("trainer/sft_config.py", "trainer/dpo_config.py", "trainer/base_config.py"),
+        "transformers": ("training_args.py",),
+    }
+)
 # Of a file for `trl sft --config`: what names the model, the data and the launch.
 _OF_A_SCRIPT = frozenset(
     {
@@ -125,9 +134,8 @@ class TrainerClasses:
         """The trainer of this name in ``TRAINERS``.
 
         Raises:
-            InputError: there is none, or its package is missing.
+            InputError: its package is missing.
         """
-        require_one_of("trainer", name, TRAINERS)
         package, trainer, arguments = _CLASSES[name]
         module = imported(package, needed_for=f"{trainer} of {package}")
         return cls(module, getattr(module, trainer), getattr(module, arguments))
@@ -136,6 +144,47 @@ class TrainerClasses:
     def title(self) -> str:
         """Its name and release."""
         return f"{self.trainer.__name__} of {self.package.__name__} {self.package.__version__}"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The class of a trainer's arguments, as far as a plan reads keys: its name and those of its fields."""
+
+    title: str
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, trainer: str) -> "Arguments":
+        """Those of a trainer in ``TRAINERS``, read in the source, as importing its package takes seconds.
+
+        Raises:
+            InputError: there is no such trainer, or its package is missing.
+        """
+        require_one_of("trainer", trainer, TRAINERS)
+        package, _, title = _CLASSES[trainer]
+        for name in dict.fromkeys((package, "transformers")):
+            if importlib.util.find_spec(name) is None:
+                raise missing(name, needed_for=f"{title} of {package}")
+        names = _fields_in_source(title)
+        return cls(title, names or frozenset(one.name for one in fields(TrainerClasses.named(trainer).arguments)))
+
+
+def _fields_in_source(title: str) -> frozenset[str]:
+    """The fields of a class of ``_SOURCES`` and of its bases; none if one of them is defined elsewhere."""
+    classes: dict[str, ast.ClassDef] = {}
+    for package, files in _SOURCES.items():
+        spec = importlib.util.find_spec(package)
+        for folder in spec.submodule_search_locations or () if spec else ():
+            for path in (Path(folder) / file for file in files):
+                tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
+                classes |= {one.name: one for one in tree.body if isinstance(one, ast.ClassDef)}
+    found, names = set[str](), [title]
+    for name in names:
+        if name not in classes:
+            return frozenset()
+        names += [ast.unparse(base) for base in classes[name].bases]
+        found |= {ast.unparse(one.target) for one in classes[name].body if isinstance(one, ast.AnnAssign)}
+    return frozenset(name for name in found if not name.startswith("_"))
 
 
 @dataclass(frozen=True)
@@ -151,22 +200,18 @@ class RunKeys:
     training: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, keys: Mapping[str, Any], arguments: Any) -> "RunKeys":
-        """Sort keys by what they configure.
-
-        Args:
-            arguments: the class of the trainer's arguments.
+    def of(cls, keys: Mapping[str, Any], arguments: Arguments) -> "RunKeys":
+        """Sort keys by what they configure: the model, or the trainer by its ``arguments``.
 
         Raises:
             InputError: a key is unknown, or what it says is not planned.
         """
         of_model = {one.name for one in fields(ModelKeys)}
-        of_training = {one.name for one in fields(arguments) if one.init}
-        known = {*of_model, *of_training, *_OF_A_SCRIPT, *_NOT_PLANNED}
+        known = {*of_model, *arguments.names, *_OF_A_SCRIPT, *_NOT_PLANNED}
         for key, value in keys.items():
             if key not in known:
                 hint = did_you_mean(key, {name: name for name in known})
-                raise InputError(f"{quote(key)} is no key of {arguments.__name__} or of TRL's ModelConfig{hint}")
+                raise InputError(f"{quote(key)} is no key of {arguments.title} or of TRL's ModelConfig{hint}")
             values, why = _NOT_PLANNED.get(key, ((value,), ""))
             if value not in values:
                 raise InputError(f"`{key}={value}` is not planned: {why}.")
@@ -182,7 +227,7 @@ class RunKeys:
         given: dict[str, Any] = {"dtype": loaded.get("dtype", loaded.get("torch_dtype"))}
         given["attn_implementation"] = loaded.get("attn_implementation")
         model = ModelKeys(**given | {key: value for key, value in keys.items() if key in of_model})
-        training = {key: value for key, value in keys.items() if key in of_training and key not in _NOT_PLANNED}
+        training = {key: value for key, value in keys.items() if key in arguments.names and key not in _NOT_PLANNED}
         return cls(model, training)
 
 
@@ -230,5 +275,9 @@ def imported(name: str, *, needed_for: str, package: str = "") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        package = package or name.partition(".")[0]
-        raise InputError(f"A plan of {needed_for} needs {package}: `pip install {package}` installs it.") from error
+        raise missing(package or name.partition(".")[0], needed_for=needed_for) from error
+
+
+def missing(package: str, *, needed_for: str) -> InputError:
+    """The error that this package is missing."""
+    return InputError(f"A plan of {needed_for} needs {package}: `pip install {package}` installs it.")

@@ -27,7 +27,7 @@ from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.errors import InputError, reason_of, require_integer
 from torchtune_adaptive.output import quietly
 from torchtune_adaptive.plan.hugging_face.kernels import tokens_of_a_tile, trl_as_on_cuda
-from torchtune_adaptive.plan.hugging_face.keys import NOT_OF_A_STEP, RunKeys, TrainerClasses, imported
+from torchtune_adaptive.plan.hugging_face.keys import NOT_OF_A_STEP, Arguments, RunKeys, TrainerClasses, imported
 from torchtune_adaptive.plan.hugging_face.model import LanguageModel, unpacked
 from torchtune_adaptive.plan.trace.events import extended, with_bytes_of
 from torchtune_adaptive.plan.trace.fake_tensors import make_fake
@@ -91,7 +91,7 @@ class HuggingFaceRun:
     @cached_property
     def run_keys(self) -> RunKeys:
         """The keys by what they configure."""
-        keys = RunKeys.of(self.keys, self.classes.arguments)
+        keys = RunKeys.of(self.keys, Arguments.of(self.trainer))
         if self.trainer == "transformers" and keys.model.dtype is None:
             keys = replace(keys, model=replace(keys.model, dtype="auto"))
         return keys
