@@ -62,8 +62,11 @@ class Watch:
 
 
 def kind_of(cfg: DictConfig) -> str:
-    """The kind of recipe that a config is for: "full" or "lora"."""
-    return "lora" if is_lora(cfg) else "full"
+    """The kind of recipe that a config is for, one of ``RECIPES``."""
+    if "teacher_model" in cfg:
+        return "lora_kd"
+    kind = "lora" if is_lora(cfg) else "full"
+    return f"{kind}_dpo" if "rlhf" in cfg.loss._component_ else kind
 
 
 def live_recipe(cfg: DictConfig, recipe_class: Any = None, *, watch: Any = None) -> Any:

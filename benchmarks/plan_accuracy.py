@@ -66,7 +66,6 @@ _LISTS = {
 _ONE_BY_ONE = {"optimizer__fused": False, "optimizer__foreach": False}
 _OFFLOADING = _AC | {"enable_activation_offloading": True}
 _IN_BACKWARD = {"optimizer_in_bwd": True}
-_8BIT = {"optimizer": {"_component_": "torchao.optim.AdamW8bit", "lr": 2e-5}}
 _1B, _3B, _8B = "llama3_2/1B_{}", "llama3_2/3B_{}", "llama3_1/8B_{}"
 
 CASES = {
@@ -120,6 +119,23 @@ CASES = {
         config=_1B.format("full"),
         changes={"optimizer": {"_component_": "torch.optim.Adafactor", "lr": 1e-4}},
         limits_gib=(24,),
+    ),
+    "1B QLoRA": Case(
+        group="QLoRA", config="llama3_2/1B_qlora_single_device", sizes=(1, 2, 4, 8, 16), limits_gib=(12, 24)
+    ),
+    "8B QLoRA": Case(group="QLoRA", config="llama3_1/8B_qlora_single_device", limits_gib=(24, 40)),
+    "8B DPO of LoRA": Case(group="DPO", config="llama3_1/8B_lora_dpo", sizes=(1, 2, 4, 8), limits_gib=(40, 80)),
+    "1B DPO": Case(
+        group="DPO",
+        config="llama3_1/8B_full_dpo",
+        changes={
+            "model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"},
+            "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "lr": 2e-5},
+        },
+        limits_gib=(40,),
+    ),
+    "8B to 1B, distillation": Case(
+        group="distillation", config="llama3_2/8B_to_1B_KD_lora_distributed", sizes=(1, 2, 4, 8), limits_gib=(40, 80)
     ),
     "1B full on 2 ranks": Case(group="ranks", config=_1B.format("full"), ranks=2, limits_gib=(24, 40)),
     "3B full on 2 ranks": Case(group="ranks", config=_3B.format("full"), ranks=2, limits_gib=(24, 40)),
@@ -301,11 +317,16 @@ def outcome(name: str, case: Case, folder: Path) -> Outcome:
     return Outcome(name, case, planned, _in_process(case, name, "measured", folder, content=tried))
 
 
-def document(outcomes: Sequence[Outcome], h200: Sequence[dict[str, Any]], seconds: float) -> Iterator[str]:
+def document(
+    outcomes: Sequence[Outcome], h200: Sequence[dict[str, Any]], seconds: float, failed: Sequence[str] = ()
+) -> Iterator[str]:
     """The lines of the result."""
     yield from ["# Plans against what torch's allocator reserves", ""]
     yield provenance(COMMAND, seconds=seconds, device=f"a simulated GPU of {CARD_GIB} GiB")
-    yield from ["", ABOUT, "## Errors", ""]
+    yield from ["", ABOUT]
+    if failed:
+        yield from [f"Not measured, as a process failed: {', '.join(failed)}.", ""]
+    yield from ["## Errors", ""]
     groups = dict.fromkeys(one.case.group for one in outcomes)
     rows = [_summary(group, [one for one in outcomes if one.case.group == group]) for group in groups]
     header = ["group", "steps", "allocated: median", "worst", "reserved: median", "worst"]
@@ -363,6 +384,7 @@ def main() -> None:
         write_and_end(found, arguments.out)
     started = time.perf_counter()
     outcomes: list[Outcome] = []
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in filter(None, arguments.cases.split(";")):
             before = time.perf_counter()
@@ -370,12 +392,13 @@ def main() -> None:
                 outcomes.append(outcome(name, CASES[name], Path(folder)))
             except RuntimeError as error:
                 print(f"failed: {error}", file=sys.stderr)
+                failed.append(name)
                 continue
             last = outcomes[-1]
             errors = " ".join(f"{rows}: {error:+.2%}" for rows, error in last.errors(1))
             print(f"{name} ({time.perf_counter() - before:.0f} s): {errors} {list(last.limits())}", file=sys.stderr)
         h200: Any = _in_process(CASES["1B full"], "1B full", "h200", Path(folder))
-    lines = list(document(outcomes, h200, time.perf_counter() - started))
+    lines = list(document(outcomes, h200, time.perf_counter() - started, failed))
     if arguments.output:
         publish(lines, arguments.output)
     else:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import training
 
 from benchmarks.live import Watch, kind_of, live_recipe
@@ -36,19 +37,19 @@ def random_config(
         "output_dir": str(stage.directory / "out"),
         "tokenizer": {"_component_": f"{rows}.PlainTokenizer", "max_seq_len": stage.seq_len},
         "dataset": {
-            "_component_": f"{rows}.RandomRows",
+            "_component_": f"{rows}.{'RandomPairs' if kind_of(cfg).endswith('_dpo') else 'RandomRows'}",
             "num_rows": num_rows,
             "vocab_size": _SMALLEST_VOCABULARY,
             "lengths": lengths,
         },
         "metric_logger": {"_component_": f"{RecordingLogger.__module__}.{RecordingLogger.__name__}"},
-        "checkpointer__checkpoint_dir": str(stage.directory),  # nothing is read
-        "checkpointer__checkpoint_files": [],
         "log_peak_memory_stats": False,
         "gradient_accumulation_steps": 1,
         "seed": 0,
         "adaptive": {},
     }
+    for key in (key for key in list(cfg) if str(key).endswith("checkpointer")):
+        ours |= {f"{key}__checkpoint_dir": str(stage.directory), f"{key}__checkpoint_files": []}  # nothing is read
     for key, value in (ours | overrides).items():
         OmegaConf.update(cfg, key.replace("__", "."), value, merge=False)
     return cfg
@@ -74,15 +75,20 @@ def live_random_recipe(
         def load_checkpoint(self, *_: Any, **__: Any) -> dict[str, Any]:
             return {training.MODEL_KEY: {}}
 
+        _load_checkpoint = _load_ref_checkpoint = load_teacher_checkpoint = load_checkpoint
+
         def keep_whole(self) -> AtomicCheckpointer:
             return AtomicCheckpointer(None, self._folder)  # without files there is no checkpointer of torchtune's
 
-        def _setup_model(self, *args: Any, **kwargs: Any) -> nn.Module:
+        def setup(self, cfg: DictConfig) -> None:
             names = stock_recipe(kind)._setup_model.__globals__
             loading = mock.patch.object(names["training"], "load_from_full_model_state_dict", _draw_weights)
             validating = mock.patch.dict(names, {"validate_missing_and_unexpected_for_lora": lambda **_: None})
             with loading, validating:
-                model = super()._setup_model(*args, **kwargs)
+                super().setup(cfg=cfg)
+
+        def _setup_model(self, *args: Any, **kwargs: Any) -> nn.Module:
+            model = super()._setup_model(*args, **kwargs)
             if shard is not None:
                 shard(model)
             return model
@@ -133,7 +139,7 @@ def start_group(stage: Stage) -> None:
 
 def _draw_weights(model: nn.Module, _: Any, device: torch.device, *__: Any, **___: Any) -> tuple[list[str], list[str]]:
     """Replaces ``load_from_full_model_state_dict``: draws the weights that are still on the meta device."""
-    missing = {name: value for name, value in model.state_dict().items() if value.is_meta}
+    missing = {name: value for name, value in model.named_parameters() if value.is_meta}
     drawn = {name: _drawn(value, device) for name, value in missing.items()}
     model.load_state_dict(drawn, strict=False, assign=True)
     return [], []
@@ -141,6 +147,8 @@ def _draw_weights(model: nn.Module, _: Any, device: torch.device, *__: Any, **__
 
 def _drawn(place: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Random values for ``place``, or for this rank's shard of it; scales of normalisations are 1."""
+    if isinstance(place, NF4Tensor):
+        return to_nf4(torch.empty(place.shape, dtype=place.dtype, device=device).normal_(std=_STANDARD_DEVIATION))
     value = torch.empty_like(place, device=device)
     local = value.to_local() if isinstance(value, DTensor) else value
     if place.dim() == 1:

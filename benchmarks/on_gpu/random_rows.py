@@ -52,6 +52,18 @@ class RandomRows:
         return {"tokens": tokens, "labels": [CROSS_ENTROPY_IGNORE_IDX, *tokens[1:]]}  # the first is not predicted
 
 
+class RandomPairs(RandomRows):
+    """As ``RandomRows``, of chosen and rejected answers of equal length."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = super().__getitem__(index)
+        return {
+            f"{answer}_{part}": row[key]
+            for answer in ("chosen", "rejected")
+            for part, key in (("input_ids", "tokens"), ("labels", "labels"))
+        }
+
+
 def packed_rows(
     tokenizer: PlainTokenizer, *, num_rows: int, vocab_size: int, lengths: Lengths = "random", packed: bool = True
 ) -> PackedDataset:
