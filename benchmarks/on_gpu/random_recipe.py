@@ -11,6 +11,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import training
 
@@ -140,7 +141,7 @@ def start_group(stage: Stage) -> None:
 def _draw_weights(model: nn.Module, _: Any, device: torch.device, *__: Any, **___: Any) -> tuple[list[str], list[str]]:
     """Replaces ``load_from_full_model_state_dict``: draws the weights that are still on the meta device."""
     missing = {name: value for name, value in model.named_parameters() if value.is_meta}
-    drawn = {name: _drawn(value, device) for name, value in missing.items()}
+    drawn = {name.replace(_CHECKPOINT_PREFIX, ""): _drawn(value, device) for name, value in missing.items()}
     model.load_state_dict(drawn, strict=False, assign=True)
     return [], []
 

@@ -12,6 +12,9 @@ from unittest import mock
 from torchtune_adaptive.plan.trace.offloaded_activations import OffloadedActivations
 
 
+_TILES = "trl.kernels.chunked_logprob"
+
+
 class _NoKernel:
     """A kernel of Triton, which writes to tensors that exist, and takes no memory."""
 
@@ -29,7 +32,7 @@ def trl_as_on_cuda() -> Iterator[None]:
 @contextmanager
 def kernels_do_nothing() -> Iterator[None]:
     """Context: TRL, if it is there, chooses as on CUDA with Triton, whose kernels do nothing."""
-    for name in ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.kernels.chunked_logprob"):
+    for name in ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", _TILES):
         try:
             importlib.import_module(name)
         except ImportError:
@@ -40,7 +43,10 @@ def kernels_do_nothing() -> Iterator[None]:
 
 def tokens_of_a_tile() -> int:
     """The tokens that TRL's loss works on at a time; 0 if TRL is not there, or works on all at once."""
-    return getattr(sys.modules.get("trl.kernels.chunked_logprob"), "TOKEN_CHUNK_SIZE", 0)
+    try:
+        return getattr(importlib.import_module(_TILES), "TOKEN_CHUNK_SIZE", 0)
+    except ImportError:
+        return 0
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optim
 
 # How far reserved bytes of a trainer may be off: 49 of 51 steps in benchmarks/results/trainer_accuracy_simulated.md.
 UNCERTAINTY = 0.04
+_OFFLOADED_BYTES = 1024  # of the smallest tensor that TRL offloads (trl/models/activation_offloading.py)
 # `max_length` of TRL's trainers by default; transformers' Trainer has none.
 _USUAL_LENGTHS = MappingProxyType({"sft": 1024, "dpo": 1024, "transformers": 4096})
 
@@ -158,11 +159,11 @@ class HuggingFaceRun:
         if extended(few.events(small), more.events(small), 2) != most.events(small):
             return None
         steps = {1: (few.events(1), more.events(1)), small: (few.events(small), more.events(small))}
+        alike = {size: with_bytes_of(few.events(size), few.events(small), more.events(small)) for size in others}
+        unlike = [size for size, events in alike.items() if events is None and size not in steps]
+        apart = self._traced(second, sizes=(small, *unlike)) if unlike else more
         for size in others:
-            found = with_bytes_of(few.events(size), few.events(small), more.events(small))
-            if size > 1 and found is None:
-                return None
-            steps.setdefault(size, (few.events(size), found or ()))
+            steps.setdefault(size, (few.events(size), alike[size] or apart.events(size)))
         step = replace(few.step, traced=dict(sorted(steps.items())), periods=periods)
         if not (step.follows(1) and step.follows(max(steps) + 1)):
             return None
@@ -215,11 +216,15 @@ class HuggingFaceRun:
             raise InputError(f"`lora_target_modules={modules}` is refused by peft: {reason_of(error)}.") from error
 
     def _sizes(self) -> list[int]:
-        """Numbers of samples to trace: the first two fill a tile of TRL's loss, whose size then grows no more."""
+        """Numbers of samples to trace: the first two fill a tile of TRL's loss, whose size then grows no more.
+
+        The others are smaller. Where activations are offloaded, two of them are so large that all tensors are.
+        """
         tokens = (self.seq_len - 1) * (2 if self.trainer == "dpo" else 1)
         tile = 0 if self.trainer == "transformers" else tokens_of_a_tile()
-        small = max(SMALL_BATCH_SIZES[0], tile // max(1, tokens) + 1)
-        return [small, small + 1, *range(1, min(small, 4))]
+        offloaded = _OFFLOADED_BYTES if self.run_keys.training.get("activation_offloading") else 0
+        small, least = (max(SMALL_BATCH_SIZES[0], fewest // max(1, tokens) + 1) for fewest in (tile, offloaded))
+        return [small, small + 1, *range(1, min(small, least + 2))]
 
     def _traced(self, num_layers: int | None, *, sizes: Sequence[int]) -> TracedLoop:
         with self._training(num_layers) as training:
@@ -257,7 +262,8 @@ class HuggingFaceRun:
         kinds = self.model.kinds_of_layers
         period = next(length for length in range(1, whole + 1) if kinds[length:] == kinds[: len(kinds) - length])
         period = math.lcm(2, period)
-        first = max(4, 2 * period) + whole % period
+        fewest = 8 if self.run_keys.training.get("activation_offloading") else 4  # it keeps those of five layers
+        first = max(fewest, 2 * period) + whole % period
         counts = first, first + period, first + 2 * period
         return counts if counts[2] < whole else None
 
