@@ -101,6 +101,13 @@ def test_the_trainers_own_arguments_change_what_a_step_takes(path: str) -> None:
     assert masked.size(16).allocated_bytes > 1.2 * packed.size(16).allocated_bytes  # a matrix of all pairs of tokens
 
 
+def test_short_rows_whose_smallest_tensors_are_not_offloaded_are_planned(path: str) -> None:
+    run = run_of(path, seq_len=512, use_peft=True, dtype="bfloat16", activation_offloading=True)
+    followed = run._traced(None, sizes=run._sizes()).step
+    assert {len(followed.at(rows)) for rows in (1, 2)} != {len(followed.at(rows)) for rows in (3, 4)}
+    assert followed.at(6) == run._traced(None, sizes=[6, 7]).events(6)
+
+
 def test_adapters_under_fsdp2_are_sharded_with_the_weights(path: str) -> None:
     options: dict[str, Any] = {"use_peft": True, "dtype": "bfloat16"}
     one, two = planned(path, **options), planned(path, **options, ranks=2, fsdp=True)

@@ -11,7 +11,6 @@ from unittest import mock
 
 from torchtune_adaptive.plan.trace.offloaded_activations import OffloadedActivations
 
-
 _TILES = "trl.kernels.chunked_logprob"
 
 

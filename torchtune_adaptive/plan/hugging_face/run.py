@@ -255,15 +255,17 @@ class HuggingFaceRun:
             yield _Training(self, num_layers, folder)
 
     def _few_layers(self) -> tuple[int, int, int] | None:
-        """Numbers of layers from which the whole model may follow; None if it has too few to be worth it."""
+        """Numbers of layers from which the whole model may follow; None if it has too few to be worth it.
+
+        What TRL's offloading keeps of the layers before goes on in no such pattern.
+        """
         whole = self.model.num_layers
-        if not whole:
+        if not whole or self.run_keys.training.get("activation_offloading"):
             return None
         kinds = self.model.kinds_of_layers
         period = next(length for length in range(1, whole + 1) if kinds[length:] == kinds[: len(kinds) - length])
         period = math.lcm(2, period)
-        fewest = 8 if self.run_keys.training.get("activation_offloading") else 4  # it keeps those of five layers
-        first = max(fewest, 2 * period) + whole % period
+        first = max(4, 2 * period) + whole % period
         counts = first, first + period, first + 2 * period
         return counts if counts[2] < whole else None
 
