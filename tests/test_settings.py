@@ -107,7 +107,7 @@ TAKEN: dict[str, tuple[Any, ...]] = {
     "growth_limit": ("memory", "none", 1, 4096),
     "margin": (0, 0.5, 0.999),
     "lr_scaling": ("none", "sqrt", "linear"),
-    "objective": ("memory", "throughput"),
+    "objective": ("memory", "speed"),
     "strategy": STRATEGIES,
 }
 NOWHERE = (-3, -0.1, 1.0, 8.0, math.nan, math.inf, "8", "yes", "atuo", "None", "AUTO", "", [8], ["sqrt"], {"a": 1})
@@ -138,7 +138,7 @@ def test_every_key_is_tried():
         ("growth_limit", None, "memory, none or an integer, but is None instead."),
         ("max_tokens_per_micro_batch", "atuo", "null, auto or an integer, but is 'atuo' instead."),
         ("margin", math.nan, "in [0, 1), but is nan instead."),
-        ("objective", "MEMORY", "one of memory, throughput, but is 'MEMORY' instead; did you mean `memory`?"),
+        ("objective", "MEMORY", "one of memory, speed, but is 'MEMORY' instead; did you mean `memory`?"),
         ("lr_scaling", "guess", "one of none, sqrt, linear, but is 'guess' instead."),
     ],
 )
@@ -200,11 +200,12 @@ ONLY = {"search_only": True}
             "A growing `adaptive.global_batch_size` needs `adaptive.growth_limit: none` or a number: `memory` bounds"
             " only its micro-batches.",
         ),
-        ({}, {"objective": "throughput"}, "`adaptive.objective: throughput` needs `use_maximum_batch_size: True`."),
+        ({}, {"objective": "speed"}, "`adaptive.objective: speed` needs `use_maximum_batch_size: True`."),
         (
             SEARCH,
-            {"objective": "throughput", "max_tokens_per_micro_batch": "auto"},
-            "`adaptive.objective: throughput` cannot be combined with `adaptive.max_tokens_per_micro_batch: auto`.",
+            {"objective": "speed", "max_tokens_per_micro_batch": "auto"},
+            "`adaptive.objective: speed` cannot be combined with `adaptive.max_tokens_per_micro_batch: auto`:"
+            " it chooses rows or tokens itself.",
         ),
         (
             {},
@@ -241,7 +242,7 @@ def test_settings_that_contradict_each_other_are_refused(keys, settings, sentenc
     [
         (GROWS, {"global_batch_size": 64, "growth_limit": "none"}),
         (GROWS, {"global_batch_size": 64, "growth_limit": 512}),
-        (SEARCH, ONLY | {"global_batch_size": 64, "objective": "throughput"}),
+        (SEARCH, ONLY | {"global_batch_size": 64, "objective": "speed"}),
         ({}, ONLY | {"max_tokens_per_micro_batch": "auto", "lr_scaling": "linear", "global_batch_size": 8}),
         (SEARCH, ONLY | {"max_tokens_per_micro_batch": 512}),
     ],

@@ -26,7 +26,7 @@ from torchtune_adaptive.schedule import MeasuredSchedule
 from torchtune_adaptive.text import parse_memory
 
 LearningRateScaling: TypeAlias = Literal["none", "sqrt", "linear"]
-Objective: TypeAlias = Literal["memory", "throughput"]
+Objective: TypeAlias = Literal["memory", "speed"]
 
 TOP_LEVEL_KEYS = ("use_maximum_batch_size", "batch_increase_function", "adaptive")
 _OF_SEARCH = tuple(one.name for one in fields(SearchOptions))
@@ -96,7 +96,7 @@ class AdaptiveSettings:
         LearningRateScaling, f"how the learning rate follows the batch size: {_one_of(get_args(LearningRateScaling))}"
     ] = "none"
     objective: Annotated[
-        Objective, "memory: the largest size that fits; throughput: the smallest that is about as fast as the best"
+        Objective, "memory: the largest size that fits; speed: the one that trains the most tokens per second"
     ] = "memory"
     save_every_n_steps: Annotated[int | None, "optimizer steps between checkpoints; null: after epochs only"] = None
     keep_last_n_checkpoints: Annotated[int | None, "how many checkpoints within epochs to keep; null: all"] = None
@@ -119,10 +119,13 @@ class AdaptiveSettings:
                 "A growing `global_batch_size` needs `growth_limit: none` or a number: `memory` bounds only its"
                 " micro-batches."
             )
-        if self.objective == "throughput" and not self.use_maximum_batch_size:
-            raise InputError("`objective: throughput` needs `use_maximum_batch_size: True`.")
-        if self.objective == "throughput" and self.max_tokens_per_micro_batch == "auto":
-            raise InputError("`objective: throughput` cannot be combined with `max_tokens_per_micro_batch: auto`.")
+        if self.objective == "speed" and not self.use_maximum_batch_size:
+            raise InputError("`objective: speed` needs `use_maximum_batch_size: True`.")
+        if self.objective == "speed" and self.max_tokens_per_micro_batch is not None:
+            raise InputError(
+                "`objective: speed` cannot be combined with"
+                f" `max_tokens_per_micro_batch: {self.max_tokens_per_micro_batch}`: it chooses rows or tokens itself."
+            )
         if not self.search_only:
             return
         # What the values of keys in a config could not say of a search's result.

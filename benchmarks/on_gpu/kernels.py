@@ -12,7 +12,7 @@ from benchmarks.live import loop_of, probe_maker
 from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, start_group
 from benchmarks.on_gpu.sizes import SIZES, cells, config_of, plan_of, searched, traced_step, tracing_processes
 from benchmarks.on_gpu.stage import Section, Stage
-from torchtune_adaptive.engine.search.throughput import tokens_per_second
+from torchtune_adaptive.engine.search.throughput import time_in_turns
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.text import format_bytes
 
@@ -86,9 +86,13 @@ def _measured(stage: Stage, cfg: DictConfig) -> dict[str, Any]:
     found = searched(recipe, is_timed=False)
     loop, make_batch, used = loop_of(recipe), probe_maker(recipe), found["used"]
     if not stage.is_simulated:
-        found["rates"] = tokens_per_second(
-            loop, make_batch, sorted({1, used}, reverse=True), num_tokens=lambda rows: rows * stage.seq_len
+        sizes = sorted({1, used})
+        timings = time_in_turns(
+            loop,
+            {rows: [make_batch(rows)] for rows in sizes},
+            num_tokens={rows: rows * stage.seq_len for rows in sizes},
         )
+        found["rates"] = {rows: one.rate for rows, one in timings.items()}
     if not stage.is_rehearsal:
         outside_bytes += _outside_bytes(stage)
         found["kernels"] = _kernels_of_attention(partial(loop.step, make_batch(1)))

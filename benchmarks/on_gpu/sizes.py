@@ -13,7 +13,7 @@ from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, random_c
 from benchmarks.on_gpu.stage import Section, Stage
 from torchtune_adaptive.engine.memory.meter import device_memory_bytes
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
-from torchtune_adaptive.engine.search.throughput import tokens_per_second
+from torchtune_adaptive.engine.search.throughput import time_in_turns
 from torchtune_adaptive.errors import InputError, NothingFitsError, reason_of
 from torchtune_adaptive.plan.config_plan import ConfigLaunch, as_traced
 from torchtune_adaptive.plan.gpu import Card
@@ -116,8 +116,9 @@ def searched(recipe: Any, *, is_timed: bool) -> dict[str, Any]:
             found["one_more_fits"] = prober.fits(exact + 1)
     if is_timed:
         seq_len, sizes = recipe.trainer.sizes.seq_len, sorted({min(recipe.parts.batch_size, used), used})
-        rates = tokens_per_second(loop, make_batch, sizes, num_tokens=lambda rows: rows * seq_len)
-        found["tokens_per_second"] = rates
+        steps = {rows: [make_batch(rows)] for rows in sizes}
+        timings = time_in_turns(loop, steps, num_tokens={rows: rows * seq_len for rows in sizes})
+        found["tokens_per_second"] = {rows: one.rate for rows, one in timings.items()}
     return found
 
 

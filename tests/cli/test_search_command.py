@@ -46,10 +46,16 @@ AUTO: dict[str, Any] = {"max_tokens_per_micro_batch": "auto", "search_only": Tru
         (MAXIMUM | {"global_batch_size": 64}, SEARCHED, 64, {"batch_size": 8}),
         (MAXIMUM | {"global_batch_size": 12}, SEARCHED, 12, {"batch_size": 12}),
         (
-            MAXIMUM | {"objective": "throughput"},
+            MAXIMUM | {"objective": "speed"},
             Sizes(result=search_result(), fitting_rows=4),
             4,
             {"batch_size": 4, "adaptive.objective": "memory"},
+        ),
+        (
+            MAXIMUM | {"objective": "speed", "global_batch_size": 64},
+            Sizes(result=search_result(), token_budget=110, fitting_rows=8),
+            64,
+            {"adaptive.max_tokens_per_micro_batch": 110, "adaptive.objective": "memory"},
         ),
         (AUTO, Sizes(token_budget=110, fitting_rows=8), 4, {"adaptive.max_tokens_per_micro_batch": 110}),
         (

@@ -4,7 +4,7 @@ Which sizes are found, and from where the batch may grow, is tested in ``tests/t
 ``test_start.py``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from tests.support.recipe_runs import (
     trained,
     without_saving,
 )
+from torchtune_adaptive.engine.search.timing import Timing
 from torchtune_adaptive.training import sizes
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 
@@ -28,20 +29,20 @@ pytestmark = pytest.mark.exhaustive
 UNEQUAL = ("40MiB", "80MiB")  # rank 0's limit, the lower one, counts for both
 DOUBLING = {"_component_": "torchtune_adaptive.schedule.geometric"}
 SAMPLES = 120  # of an epoch, on both ranks
-RATES = {4: 1000.0, 2: 985.0, 1: 500.0}
+RATES = {4: 1000, 2: 985, 1: 500}
 SEARCHED = {"use_maximum_batch_size": True}
 SET_UPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rows of a global batch": (SEARCHED, {"global_batch_size": 50}),
     "fastest that grows beyond memory": (
         SEARCHED | {"batch_increase_function": DOUBLING},
-        {"objective": "throughput", "growth_limit": 33},
+        {"objective": "speed", "growth_limit": 33},
     ),
     "tokens": (SEARCHED, {"max_tokens_per_micro_batch": "auto", "global_batch_size": 60}),
 }
 
 
-def _rates(workload: Any, make_batch: Any, timed: Sequence[int], **_: Any) -> Mapping[int, float]:
-    return {size: RATES[size] for size in timed}
+def _timings(loop: Any, steps: Mapping[MicroBatchLimit, Any], **_: Any) -> Mapping[MicroBatchLimit, Timing]:
+    return {limit: Timing((1.0,), RATES[limit.size]) for limit in steps}
 
 
 def _size_all(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, dict[str, Any]]:
@@ -52,7 +53,7 @@ def _size_all(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, dict[str
         "epochs": 1,
         "dataset__split": f"train[:{SAMPLES}]",
     }
-    with mock.patch.object(sizes, "tokens_per_second", _rates):
+    with mock.patch.object(sizes, "time_in_turns", _timings):
         for name, (keys, settings) in SET_UPS.items():
             adaptive = {"memory_limit": UNEQUAL[rank], "oom_recovery": name == "tokens"} | settings
             recipe = set_up(

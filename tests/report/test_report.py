@@ -33,7 +33,7 @@ RESULT = search_result(
     forecast=((4, GIB), (6, 2 * GIB)),
 )
 SEARCH: dict[str, Any] = asdict(RESULT) | {"event": "search", "step": 0, "seq_len": 1024}
-SEARCH |= {"of": "", "chosen": {}, "tokens_per_second": {}}
+SEARCH |= {"of": "", "chosen": {}, "timings": {}}
 CONFIG = {"event": "sizes", "step": 1, "epoch": 0, "batch_size": 4, "samples_per_step": 8, "reason": "by search"}
 GROWTH = CONFIG | {"step": 4, "epoch": 1, "samples_per_step": 16, "reason": "epoch 1: increase of 4 granted"}
 REDUCED = {"event": "sizes", "step": 2, "epoch": 0, "batch_size": 4, "reason": "micro-batch 4 -> 2 rows: in step 2 ..."}
@@ -154,9 +154,12 @@ def test_both_searches_of_reinforcement_learning_are_described(tmp_path: Path) -
 
 
 def test_timings_and_other_sizes_found_are_listed(tmp_path: Path) -> None:
-    found = SEARCH | {"tokens_per_second": {"4": 990.4, "2": 80.0}, "chosen": {"token_budget": 4096}}
+    found = SEARCH | {
+        "timings": {"2 rows": {"seconds": [1, 2], "num_tokens": 120}, "4 rows": {"seconds": [0.1], "num_tokens": 99}},
+        "chosen": {"token_budget": 4096},
+    }
     lines = section(run_of(tmp_path, found), "Search")
-    assert lines[-2:] == ["token_budget: 4096", "Tokens per second, timed by batch size: 80 at 2, 990 at 4."]
+    assert lines[-2:] == ["token_budget: 4096", "Tokens per second by micro-batch: 80 at 2 rows, 990 at 4 rows."]
 
 
 def test_of_a_search_and_that_of_a_resumed_run_the_last_is_described(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class Trials:
         searched = recipes[-1]
         after_search = everything(searched)
         steps, parameters = trained(searched)
-        batch_size, rates = searched.trainer.loader.batch_size, searched.trainer.sizes.tokens_per_second
+        batch_size, timings = searched.trainer.loader.batch_size, searched.trainer.sizes.timings
         common = self._dropout | {"batch_size": batch_size, "adaptive": QUICK | {"memory_limit": limit_bytes}}
         cfg = self._config(max_steps_per_epoch=2, **common)
         told = set_up(self._silent, cfg)
@@ -92,7 +92,7 @@ class Trials:
         told_steps, told_parameters = trained(told)
         return {
             "found": [recipe.trainer.sizes.result.exact_batch_size for recipe in recipes],
-            "timed": None if rates is None else list(rates),
+            "timed": None if timings is None else [limit.size for limit in timings],
             "figures": (_figures(steps), _figures(told_steps)),
             "traces": traces,
             "parameters equal": same_bits(parameters, told_parameters),

@@ -12,6 +12,7 @@ from tests.support.run_logs import events_in, lines_in
 from tests.support.toys import search_result
 from tests.training.test_assembly import Recipe, train
 from torchtune_adaptive.engine.search.strategies import Probe
+from torchtune_adaptive.engine.search.timing import Timing
 from torchtune_adaptive.errors import RunEnded
 from torchtune_adaptive.report.read import read_run
 from torchtune_adaptive.training import run_log as module
@@ -62,13 +63,14 @@ def test_a_new_run_begins_a_new_file_and_lines_of_another_run_are_dropped(tmp_pa
 
 def test_a_search_is_written_with_everything_that_it_found(tmp_path: Path) -> None:
     run_log = begun(tmp_path)
-    run_log.search(RESULT, step=0, seq_len=128, chosen={"token_budget": 1920}, tokens_per_second={2: 99.5, 1: 60.0})
+    timings = {"1 rows": Timing((1.5, 1.0), 60), "2 rows": Timing((0.5,), 99)}
+    run_log.search(RESULT, step=0, seq_len=128, chosen={"token_budget": 1920}, timings=timings)
     run_log.search(RESULT, step=0, seq_len=None, of="trained")
     whole, bare = read_run(tmp_path).searches
     assert whole.result == bare.result == RESULT
     assert (whole.of, whole.seq_len) == ("", 128)
-    assert (whole.chosen, whole.rates) == ({"token_budget": 1920}, {2: 99.5, 1: 60.0})
-    assert (bare.of, bare.seq_len, bare.chosen, bare.rates) == ("trained", None, {}, {})
+    assert (whole.chosen, whole.timings) == ({"token_budget": 1920}, timings)
+    assert (bare.of, bare.seq_len, bare.chosen, bare.timings) == ("trained", None, {}, {})
     assert events_in(tmp_path, "search")[0]["probes"] == [asdict(probe) for probe in PROBES]  # as they were tried
 
 

@@ -3,7 +3,7 @@
 The device: each token of a micro-batch takes 10 bytes. From a step's second micro-batch on, gradients take 400.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.support.toys import Samples, search_result
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
+from torchtune_adaptive.engine.search.timing import Timing
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.schedule import gradient_noise_scale
 from torchtune_adaptive.settings import AdaptiveSettings
@@ -98,7 +99,7 @@ def test_the_largest_micro_batch_of_the_longest_row_is_found_rounded_and_logged(
     assert found.result is not None
     assert (found.result.exact_batch_size, found.result.batch_size, found.fitting_rows) == (13, 8, 8)
     assert found.seq_len == 8
-    assert (found.max_rows, found.token_budget, found.tokens_per_second) == (None, None, None)
+    assert (found.max_rows, found.token_budget, found.timings) == (None, None, None)
     assert {(micro_batches, length) for micro_batches, _, length in device.tried} == {(1, 8)}
 
 
@@ -305,26 +306,52 @@ def test_a_token_budget_is_searched_exactly_although_the_rows_are_rounded(strate
 # ---- speed
 
 
+class Stopwatch:
+    """Takes the place of ``time_in_turns``: notes what it is to time, and gives each limit a rate."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rate: Callable[[MicroBatchLimit], float]) -> None:
+        self._rate = rate
+        monkeypatch.setattr(sizes_module, "time_in_turns", self._time)
+
+    def _time(self, loop: Any, steps: Any, *, num_tokens: Any) -> dict[MicroBatchLimit, Timing]:
+        self.rows = {str(limit): [[len(one.rows) for one in step] for step in of] for limit, of in steps.items()}
+        self.num_tokens = {str(limit): number for limit, number in num_tokens.items()}
+        return {limit: Timing((1.0,), int(self._rate(limit))) for limit in steps}
+
+
 def test_the_smallest_size_that_is_as_fast_as_the_best_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: dict[str, Any] = {}
-
-    def tokens_per_second(workload: Any, make_batch: Any, sizes: Any, *, num_tokens: Any) -> dict[int, float]:
-        timed["shapes"] = {size: [len(one.rows) for one in make_batch(size)] for size in sizes}
-        timed["num_tokens"] = {size: num_tokens(size) for size in sizes}
-        return {12: 1000.0, 6: 990.0, 3: 900.0, 1: 300.0}
-
-    monkeypatch.setattr(sizes_module, "tokens_per_second", tokens_per_second)
+    rates = {12: 1000, 6: 990, 3: 900, 1: 300}
+    timed = Stopwatch(monkeypatch, lambda limit: rates[limit.size])
     loader = step_loader(Samples(*[8] * 120), micro_steps=3)
-    found = Device().find(loader, max_batch_size=12, objective="throughput", **MAXIMUM)
-    assert timed["shapes"] == {12: [12, 12], 6: [6, 6], 3: [3, 3], 1: [1, 1]}
-    assert timed["num_tokens"] == {12: 2 * 12 * 8, 6: 2 * 6 * 8, 3: 2 * 3 * 8, 1: 2 * 8}
+    found = Device().find(loader, max_batch_size=12, objective="speed", **MAXIMUM)
+    assert timed.rows == {f"{rows} rows": [[rows, rows]] for rows in (1, 3, 6, 12)}
+    assert timed.num_tokens == {f"{rows} rows": 2 * rows * 8 for rows in (1, 3, 6, 12)}
     assert found.result is not None
     assert (found.fitting_rows, found.result.batch_size) == (6, 12)
-    assert found.tokens_per_second == {12: 1000.0, 6: 990.0, 3: 900.0, 1: 300.0}
+    assert found.timings == {RowLimit(rows): Timing((1.0,), rates[rows]) for rows in (1, 3, 6, 12)}
     assert found.max_rows is None
-    shared = step_loader(Samples(*[8] * 120), batch_size=12, is_global=True)
-    found = Device().find(shared, objective="throughput", global_batch_size=12, **MAXIMUM)
-    assert (found.fitting_rows, found.max_rows) == (6, 6)
+
+
+def test_the_given_samples_of_a_step_are_cut_in_rows_the_configs_own_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = Stopwatch(monkeypatch, lambda limit: 1000 if limit.size >= 4 else 100)
+    loader = step_loader(Samples(*[8] * 120), batch_size=12, is_global=True)
+    found = Device().find(loader, objective="speed", global_batch_size=12, wanted_rows=5, **MAXIMUM)
+    assert list(timed.rows) == ["5 rows", "1 rows", "3 rows", "6 rows", "12 rows"]  # of one length: no tokens
+    assert timed.rows["5 rows"] == [[5, 5, 2]] * 3  # 36 samples are at least 32
+    assert timed.num_tokens["5 rows"] == 36 * 8
+    assert (found.fitting_rows, found.max_rows, found.token_budget) == (5, 5, None)
+
+
+def test_rows_of_different_lengths_are_also_cut_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = Stopwatch(monkeypatch, lambda limit: limit.size if limit.unit == "tokens" else 1)
+    loader = step_loader(Samples(*[8, 2, 4, 2, 6, 2] * 20), batch_size=12, is_global=True)
+    found = Device().find(loader, objective="speed", global_batch_size=12, **MAXIMUM)
+    budgets = [int(name.split()[0]) for name in timed.rows if name.endswith("tokens")]
+    assert budgets == sorted(budgets)
+    assert min(budgets) >= 8  # the longest row
+    assert all(sum(map(sum, steps)) == 36 for steps in timed.rows.values())
+    assert len(set(timed.num_tokens.values())) == 1
+    assert found.token_budget == budgets[-1]
 
 
 # ---- limits

@@ -9,6 +9,7 @@ from typing import NoReturn
 import torchtune_adaptive
 from torchtune_adaptive.cli.arguments import PROGRAM, program
 from torchtune_adaptive.cli.cp import add_cp
+from torchtune_adaptive.cli.fastest import add_fastest, run_fastest
 from torchtune_adaptive.cli.plan import add_plan
 from torchtune_adaptive.cli.plan_hugging_face import names_model, plan_model
 from torchtune_adaptive.cli.report import add_report
@@ -29,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     with program(given), named_by_path():
         if names_model(given):
             plan_model(given[1:])
-        elif given[:1] == ["search"] and {"-h", "--help"}.isdisjoint(given):
-            run_search(given[1:])  # torchtune's own parser reads them
+        elif given[:1] in (["search"], ["fastest"]) and {"-h", "--help"}.isdisjoint(given):
+            (run_search if given[0] == "search" else run_fastest)(given[1:])  # torchtune's own parser reads the rest
         else:
             _run(given)
     sys.exit(0)
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for add_command in (add_plan, add_search, add_report, add_cp):
+    for add_command in (add_plan, add_search, add_fastest, add_report, add_cp):
         add_command(commands)
     return parser
 

@@ -45,20 +45,29 @@ def run_search(arguments: Sequence[str]) -> None:
         InputError: a value is refused.
         SystemExit: the search or the command line has ended the program.
     """
-    if "--config" not in arguments[1:]:
-        raise InputError("A search needs a recipe, followed by `--config` and the name or path of a config.")
-    place = arguments.index("--config", 1) - 1
-    torchrun_options, recipe, recipe_args = arguments[:place], arguments[place], arguments[place + 1 :]
-    _check_recipe(recipe)
+    torchrun_options, recipe, recipe_args = recipe_in(arguments)
+    check_recipe(recipe)
     keys, cfg = _as_search(recipe_args)
-    path = _found_path(cfg)
+    path = found_path(cfg)
     _tune_run([*torchrun_options, recipe, *recipe_args, *keys])
     if path.is_file():  # on the machine of rank 0
         command = ["tune", "run", *torchrun_options, recipe, "--config", str(path)]
         print(f"To train with what was found:\n{shlex.join(command)}", flush=True)
 
 
-def _check_recipe(recipe: str) -> None:
+def recipe_in(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """The options of torchrun, the recipe, and its arguments.
+
+    Raises:
+        InputError: there is no recipe, or no config.
+    """
+    if "--config" not in arguments[1:]:
+        raise InputError("A search needs a recipe, followed by `--config` and the name or path of a config.")
+    place = arguments.index("--config", 1) - 1
+    return list(arguments[:place]), arguments[place], list(arguments[place + 1 :])
+
+
+def check_recipe(recipe: str) -> None:
     """Refuse what `tune run` cannot run, and a recipe of torchtune's, which would train instead of searching."""
     if recipe in recipe_files():
         return
@@ -88,17 +97,17 @@ def _config(recipe_args: Sequence[str]) -> DictConfig:
     return cfg
 
 
-def _found_path(cfg: DictConfig) -> Path:
+def found_path(cfg: DictConfig) -> Path:
     """Where the search will leave its config. One that an earlier search has left is removed.
 
     Raises:
         InputError: it could not be written.
     """
-    from torchtune_adaptive.training.found_config import found_path  # needs torch
+    from torchtune_adaptive.training import found_config  # needs torch
 
     if "output_dir" not in cfg:
         raise InputError("A search needs an `output_dir`.")
-    path = found_path(cfg)
+    path = found_config.found_path(cfg)
     with writing("output_dir", path.parent, kind="folder"):
         check_writable(path)
         path.unlink(missing_ok=True)

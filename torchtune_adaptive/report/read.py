@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_adaptive.engine.search.strategies import Probe, SearchResult
+from torchtune_adaptive.engine.search.timing import Timing
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.training.run_log import LOG_NAME, SEARCH, SEARCH_ONLY
 
@@ -22,14 +23,14 @@ class Search:
         of: what was searched for, "" in a run with one search.
         seq_len: tokens of a row; None if that is not known.
         chosen: other sizes that the search gave, by name.
-        rates: tokens per second of each timed size.
+        timings: by micro-batch, as in "8 rows".
     """
 
     of: str
     result: SearchResult
     seq_len: int | None
     chosen: Mapping[str, int]
-    rates: Mapping[int, float]
+    timings: Mapping[str, Timing]
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ def _search(content: Mapping[str, Any]) -> Search:
     given = {one.name: content[one.name] for one in fields(SearchResult) if one.name in content}
     given |= {"probes": tuple(Probe(**probe) for probe in given["probes"])}
     given |= {"forecast": tuple(map(tuple, given.get("forecast", ())))}
-    rates = {int(size): float(rate) for size, rate in content["tokens_per_second"].items()}
-    return Search(content["of"], SearchResult(**given), content.get("seq_len"), content["chosen"], rates)
+    timings = {size: Timing(tuple(one["seconds"]), one["num_tokens"]) for size, one in content["timings"].items()}
+    return Search(content["of"], SearchResult(**given), content.get("seq_len"), content["chosen"], timings)
 
 
 def _whole_lines(text: str) -> list[dict[str, Any]]:

@@ -62,9 +62,9 @@ def _search(search: Search) -> Section:
         f" {failures_text(result.probes)}. Figures are those of rank 0.",
     ]
     lines += [f"{name}: {value}" for name, value in search.chosen.items()]
-    if search.rates:
-        rates = ", ".join(f"{rate:,.0f} at {size}" for size, rate in sorted(search.rates.items()))
-        lines.append(f"Tokens per second, timed by batch size: {rates}.")
+    if search.timings:
+        rates = ", ".join(f"{one.rate:,.0f} at {size}" for size, one in search.timings.items())
+        lines.append(f"Tokens per second by micro-batch: {rates}.")
     return Section(f"Search: {search.of}" if search.of else "Search", lines, probe_table(result))
 
 

@@ -351,7 +351,7 @@ def _begin_log(
             step=start.steps_done,
             seq_len=sizes.seq_len,
             chosen={} if sizes.token_budget is None else {"token_budget": sizes.token_budget},
-            tokens_per_second=sizes.tokens_per_second,
+            timings={str(limit): one for limit, one in (sizes.timings or {}).items()},
         )
     return run_log
 

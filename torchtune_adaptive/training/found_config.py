@@ -22,13 +22,13 @@ def found_values(settings: AdaptiveSettings, sizes: Sizes, *, rows: int) -> dict
         rows: the rows of a micro-step, before memory limits them.
     """
     values: dict[str, Any] = {}
-    if settings.max_tokens_per_micro_batch == "auto":
+    if sizes.token_budget is not None and not isinstance(settings.max_tokens_per_micro_batch, int):
         values["adaptive.max_tokens_per_micro_batch"] = sizes.token_budget
     if settings.use_maximum_batch_size and settings.global_batch_size is None:
         values["batch_size"] = sizes.fitting_rows
     elif settings.use_maximum_batch_size and sizes.token_budget is None:
         values["batch_size"] = sizes.limit(rows).size
-    if settings.objective == "throughput":
+    if settings.objective == "speed":
         values["adaptive.objective"] = "memory"
     return values
 

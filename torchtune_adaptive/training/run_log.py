@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_adaptive.engine.search.strategies import SearchResult
+from torchtune_adaptive.engine.search.timing import Timing
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.files import write_atomically
 
@@ -75,7 +76,7 @@ class RunLog:
         seq_len: int | None,
         of: str = "",
         chosen: Mapping[str, int] | None = None,
-        tokens_per_second: Mapping[int, float] | None = None,
+        timings: Mapping[str, Timing] | None = None,
     ) -> None:
         """Append the result of a search.
 
@@ -84,9 +85,10 @@ class RunLog:
             seq_len: tokens of a row.
             of: what was searched for, "" in a run with one search.
             chosen: other sizes that follow from it, by name.
-            tokens_per_second: the rate of each timed size.
+            timings: by micro-batch, as in "8 rows".
         """
-        more = {"of": of, "seq_len": seq_len, "chosen": chosen or {}, "tokens_per_second": tokens_per_second or {}}
+        timed = {size: asdict(one) for size, one in (timings or {}).items()}
+        more = {"of": of, "seq_len": seq_len, "chosen": chosen or {}, "timings": timed}
         self.append(event=SEARCH, step=step, **more, **asdict(result))
 
     def note(self, reason: str, *, step: int, epoch: int, batch_size: int, **figures: int) -> None:

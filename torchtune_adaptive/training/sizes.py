@@ -13,17 +13,20 @@ from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.search.find import search
 from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.engine.search.tables import length_table, probe_table, rate_table, summary
-from torchtune_adaptive.engine.search.throughput import smallest_near_best, tokens_per_second
+from torchtune_adaptive.engine.search.throughput import time_in_turns
+from torchtune_adaptive.engine.search.timing import Timing, simplest_near_best
 from torchtune_adaptive.engine.search.token_budget import search_token_budget
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit, halvings
 from torchtune_adaptive.training.batch.loader import StepLoader, check_fills_step
-from torchtune_adaptive.training.batch.micro_batches import MicroBatch
+from torchtune_adaptive.training.batch.micro_batches import MicroBatch, MicroBatcher
 from torchtune_adaptive.training.batch.rank_shares import largest_share
 from torchtune_adaptive.training.batch.row_format import Row, RowFormat, check_row_length, is_packed
 
 log = utils.get_logger("DEBUG")
+_TIMED_SAMPLES = 32  # at least, unless they are more than four steps
+_MOST_TIMED_STEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,7 @@ class Sizes:
         fitting_rows: rows to use if more are requested than fit, None without a search.
         max_rows: an upper bound on rows, even if more fit; None: no such bound.
         token_budget: padded tokens of a micro-batch; None if the limit is in rows.
-        tokens_per_second: the rate of each timed size; None if none was timed.
+        timings: of micro-batches that were compared by their speed; None if none were.
     """
 
     result: SearchResult | None = None
@@ -44,7 +47,7 @@ class Sizes:
     fitting_rows: int | None = None
     max_rows: int | None = None
     token_budget: int | None = None
-    tokens_per_second: dict[int, float] | None = None
+    timings: dict[MicroBatchLimit, Timing] | None = None
 
     def limit(self, rows: int) -> MicroBatchLimit:
         """The limit of a micro-batch if ``rows`` are requested.
@@ -105,7 +108,7 @@ class SizeFinder:
                 self.row_format.check_lengths(dataset, max_tokens=budget, consensus=self.loop.consensus)
             sizes = replace(sizes, token_budget=budget)
         if self.loader.is_global:
-            bound = sizes.fitting_rows if settings.objective == "throughput" else None
+            bound = sizes.fitting_rows if settings.objective == "speed" else None
             sizes = replace(sizes, max_rows=bound if settings.use_maximum_batch_size else self.wanted_rows)
         return sizes
 
@@ -120,9 +123,12 @@ class SizeFinder:
         sizes = Sizes(result=result, seq_len=seq_len, fitting_rows=result.batch_size)
         if self.settings.max_tokens_per_micro_batch == "auto":
             sizes = replace(sizes, token_budget=self._largest_token_budget(row, result, bound))
-        if self.settings.objective == "throughput":
-            rates = self._time_sizes(row, result)
-            sizes = replace(sizes, tokens_per_second=rates, fitting_rows=smallest_near_best(rates))
+        if self.settings.objective == "speed":
+            timings = self._timings(row, result, bound)
+            fastest = simplest_near_best(timings)
+            utils.log_rank_zero(log, f"Tokens per second of training steps:\n{rate_table(timings, chosen=fastest)}")
+            found = {"token_budget" if isinstance(fastest, TokenLimit) else "fitting_rows": fastest.size}
+            sizes = replace(sizes, timings=timings, **found)
         return sizes
 
     def _largest_token_budget(self, row: Row, result: SearchResult, max_rows: int) -> int:
@@ -144,18 +150,32 @@ class SizeFinder:
         )
         return budget
 
-    def _time_sizes(self, row: Row, result: SearchResult) -> dict[int, float]:
-        """Tokens per second of the size found and of its halvings. A collective."""
-        tokens = self.row_format.padded_tokens(row)
-        rates = tokens_per_second(
-            self.loop,
-            partial(self._probe_batch, row),
-            halvings(result.batch_size, above=0),
-            num_tokens=lambda rows: rows * tokens * len(self._probe_batch(row, rows)),
-        )
-        table = rate_table(rates, chosen=smallest_near_best(rates))
-        utils.log_rank_zero(log, f"Tokens per second of training steps:\n{table}")
-        return rates
+    def _timings(self, row: Row, result: SearchResult, bound: int) -> dict[MicroBatchLimit, Timing]:
+        """Timings of micro-batches that fit, the simplest first. A collective.
+
+        If the samples of a step are given, they are steps over some of the data set. Otherwise a step is a probe of
+        the longest ``row``.
+        """
+        loader, consensus = self.loader, self.loop.consensus
+        rows = sorted(halvings(result.batch_size, above=0))
+        if not loader.is_global:
+            probes: dict[MicroBatchLimit, Any] = {RowLimit(size): [self._probe_batch(row, size)] for size in rows}
+            row_tokens = self.row_format.padded_tokens(row) * loader.ranks
+            tokens = {limit: row_tokens * sum(len(one.rows) for one in steps[0]) for limit, steps in probes.items()}
+            return time_in_turns(self.loop, probes, num_tokens=tokens)
+        samples = loader.drawn_steps(min(_MOST_TIMED_STEPS, -(-_TIMED_SAMPLES // loader.samples_per_step)))
+        own_rows = min(self.wanted_rows, result.exact_batch_size)
+        limits: list[MicroBatchLimit] = [*map(RowLimit, dict.fromkeys([own_rows, *rows]))]
+        lengths = {self.row_format.padded_tokens(one) for step in samples for one in step.rows}
+        if consensus.any_rank(len(lengths) > 1) and self.row_format.memory_follows_tokens:
+            budget = self._largest_token_budget(row, result, bound)
+            longest = self.row_format.padded_tokens(row)
+            limits += map(TokenLimit, sorted(halvings(budget, above=longest - 1)))
+        batchers = [MicroBatcher(limit, self.row_format, consensus, loader.dataset) for limit in limits]
+        steps = {one.largest: [one.cut(step) for step in samples] for one in batchers}
+        own_tokens = sum(self.row_format.own_tokens(one) for step in samples for one in step.rows)
+        num_tokens = sum(consensus.from_all_ranks(own_tokens)) * loader.ranks // consensus.world_size
+        return time_in_turns(self.loop, steps, num_tokens=dict.fromkeys(limits, num_tokens))
 
     def _bound(self) -> int:
         """Rows of the largest micro-batch that can occur in training."""

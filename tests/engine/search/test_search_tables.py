@@ -5,6 +5,7 @@ from dataclasses import replace
 from tests.support.toys import search_result
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.engine.search.tables import failures_text, length_table, probe_table, rate_table, summary
+from torchtune_adaptive.engine.search.timing import Timing
 
 PROBES = (
     Probe(
@@ -69,9 +70,10 @@ def test_a_probe_that_ran_but_took_too_much_has_its_own_word() -> None:
     assert failures_text([PROBES[0]]) == "0 out of memory"
 
 
-def test_the_table_of_rates_is_sorted_by_size_and_marks_the_chosen_one() -> None:
-    header, _, *rows = rate_table({16: 1000.0, 4: 600.4, 8: 985.6}, chosen=8).splitlines()
-    assert header.split() == ["batch_size", "tokens/s", "of", "best", "chosen"]
+def test_the_table_of_rates_marks_the_chosen_micro_batch() -> None:
+    timings = {size: Timing((0.5,), tokens) for size, tokens in ((4, 300), (8, 493), (16, 500))}
+    header, _, *rows = rate_table(timings, chosen=8).splitlines()
+    assert header.split() == ["micro-batch", "tokens/s", "of", "best", "chosen"]
     assert [row.split() for row in rows] == [
         ["4", "600", "60.0%", "-"],
         ["8", "986", "98.6%", "yes"],

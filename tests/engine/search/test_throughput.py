@@ -16,16 +16,25 @@ from torchtune_adaptive.engine import loop
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.search import throughput
-from torchtune_adaptive.engine.search.throughput import smallest_near_best, tokens_per_second
+from torchtune_adaptive.engine.search.throughput import time_in_turns
+from torchtune_adaptive.engine.search.timing import Timing, simplest_near_best
 
 
 @settings(max_examples=200)
-@given(rates=st.dictionaries(st.integers(1, 64), st.floats(900, 1100), min_size=1, max_size=8))
-def test_the_size_chosen_is_within_two_percent_of_the_best_and_no_smaller_one_is(rates: dict[int, float]) -> None:
-    chosen = smallest_near_best(rates)
-    best = max(rates.values())
-    assert rates[chosen] >= 0.98 * best
-    assert [size for size in rates if size < chosen and rates[size] >= 0.98 * best] == []
+@given(rates=st.lists(st.integers(9000, 11000), min_size=1, max_size=8))
+def test_what_is_chosen_is_within_two_percent_of_the_best_and_nothing_simpler_is(rates: list[int]) -> None:
+    chosen = simplest_near_best({place: Timing((10.0, 10.0), rate) for place, rate in enumerate(rates)})
+    assert rates[chosen] >= 0.98 * max(rates)
+    assert [rate for rate in rates[:chosen] if rate >= 0.98 * max(rates)] == []
+
+
+def test_something_simpler_is_chosen_unless_the_best_leads_by_more_than_their_spread() -> None:
+    unsteady, steady = Timing((1.0, 1.2, 1.4), 100), Timing((1.2,) * 3, 100)
+    assert unsteady.spread == pytest.approx(1 / 6)
+    faster, much_faster = Timing((1.1,) * 3, 100), Timing((0.9,) * 3, 100)
+    assert simplest_near_best({"simple": unsteady, "other": faster}) == "simple"
+    assert simplest_near_best({"simple": steady, "other": faster}) == "other"
+    assert simplest_near_best({"simple": unsteady, "other": much_faster}) == "other"
 
 
 # ---- timing
@@ -44,7 +53,7 @@ class Timed:
         self.forgotten = 0
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        first = min(seconds)  # has one step before all others, which is not counted
+        first = next(iter(seconds))  # has one step before all others, which is not counted
         self._seconds = {size: iter([50.0] * (size == first) + ones) for size, ones in seconds.items()}
         self.loop = Loop(
             micro_step=self._train_step,
@@ -69,8 +78,10 @@ class Timed:
         self.now_s += 1000.0  # making a batch is not training
         return [torch.ones(size, 2)]
 
-    def rates(self, sizes: list[int], *, num_tokens: int = 60) -> dict[int, float]:
-        return tokens_per_second(self.loop, self.make_batch, sizes, num_tokens=lambda size: num_tokens * size)
+    def rates(self, sizes: list[int]) -> dict[int, float]:
+        steps = {size: [self.make_batch(size)] for size in sizes}
+        timings = time_in_turns(self.loop, steps, num_tokens={size: 60 * size for size in sizes})
+        return {size: one.rate for size, one in timings.items()}
 
     def state(self) -> list[Any]:
         """Copies of all that a step may change."""
@@ -78,16 +89,28 @@ class Timed:
         return [*parameters, torch.get_rng_state(), torch.tensor(len(self.optimizer.state))]
 
 
-# The first is a warm-up. The others have median 3, mean 4, minimum 1 and maximum 9.
-SECONDS = [100.0, 9.0, 1.0, 3.0, 2.0, 5.0]
+# The first is a warm-up. The others have median 0.3, mean 0.4, minimum 0.1 and maximum 0.9.
+SECONDS = [10.0, 0.9, 0.1, 0.3, 0.2, 0.5]
 
 
 def test_rates_are_tokens_by_the_median_of_steps_after_a_warm_up_which_take_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = Timed(monkeypatch, {4: SECONDS, 2: [6 * one for one in SECONDS]})
-    assert made.rates([4, 2]) == {4: 4 * 60 / 3, 2: 2 * 60 / 18}
-    assert made.taken == [2] + [4, 2] * 6
+    made = Timed(monkeypatch, {2: [0.7 * one for one in SECONDS], 4: SECONDS})
+    assert made.rates([2, 4]) == pytest.approx({2: 2 * 60 / 0.21, 4: 4 * 60 / 0.3})
+    assert made.taken == [2] + [2, 4] * 6
+
+
+def test_what_is_clearly_slower_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Timed(monkeypatch, {2: SECONDS, 4: SECONDS, 5: SECONDS})
+    assert made.rates([2, 4, 5]) == pytest.approx({2: 2 * 60 / 0.9, 4: 4 * 60 / 0.3, 5: 5 * 60 / 0.3})
+    assert made.taken == [2] + [2, 4, 5] * 2 + [4, 5] * 4
+
+
+def test_long_steps_are_timed_in_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Timed(monkeypatch, {2: [10.0] * 6})
+    assert made.rates([2]) == {2: 12}
+    assert made.taken == [2] + [2] * 4
 
 
 def test_timing_restores_all_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,17 +124,16 @@ def test_timing_restores_all_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.forgotten == 2
 
 
-def test_all_ranks_get_the_figures_of_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_get_the_figures_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     class SecondRank(Consensus):
         @property
         def rank(self) -> int:
             return 1
 
-        def from_rank_zero(self, value: Any) -> Any:
-            assert value == {4: 80.0}
-            return {4: 7.0}
+        def from_all_ranks(self, value: Any) -> list[Any]:
+            return [[6.0], value] if isinstance(value, list) else [value]
 
-    assert Timed(monkeypatch, {4: SECONDS}, SecondRank()).rates([4]) == {4: 7.0}
+    assert Timed(monkeypatch, {4: SECONDS}, SecondRank()).rates([4]) == {4: 4 * 60 / 6}
 
 
 def test_a_step_is_timed_from_an_idle_device_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,5 +156,5 @@ def test_a_step_is_timed_from_an_idle_device_to_its_end(monkeypatch: pytest.Monk
         meter=None,
         consensus=Consensus(),
     )
-    tokens_per_second(on_cuda, lambda size: ["step"], [1], num_tokens=lambda size: 0)
+    time_in_turns(on_cuda, {1: [["step"]]}, num_tokens={1: 1})
     assert events == ["step"] + ["waited for cuda", "clock", "step", "waited for cuda", "clock"] * 6

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from torchtune_adaptive.engine.search.strategies import FAILURES, Probe, SearchResult
+from torchtune_adaptive.engine.search.timing import Key, Timing
 from torchtune_adaptive.text import format_bytes, text_table
 
 
@@ -28,19 +29,19 @@ def length_table(tried: Sequence[tuple[int, Probe]]) -> str:
     return text_table(rows)
 
 
-def rate_table(rates: Mapping[int, float], *, chosen: int) -> str:
-    """Tokens per second of each size as a table that marks the chosen size.
+def rate_table(timings: Mapping[Key, Timing], *, chosen: Key) -> str:
+    """Tokens per second of each micro-batch as a table that marks the chosen one.
 
-    >>> print(rate_table({8: 990.0, 16: 1000.0}, chosen=8))
-    batch_size  tokens/s  of best  chosen
-    ----------  --------  -------  ------
-             8       990    99.0%     yes
-            16      1000   100.0%       -
+    >>> print(rate_table({"8 rows": Timing((1.0,), 990), "16 rows": Timing((1.0,), 1000)}, chosen="8 rows"))
+    micro-batch  tokens/s  of best  chosen
+    -----------  --------  -------  ------
+         8 rows       990    99.0%     yes
+        16 rows      1000   100.0%       -
     """
-    best = max(rates.values())
-    rows = [["batch_size", "tokens/s", "of best", "chosen"]]
-    for size, rate in sorted(rates.items()):
-        rows.append([str(size), f"{rate:.0f}", f"{rate / best:.1%}", "yes" if size == chosen else "-"])
+    best = max(one.rate for one in timings.values())
+    rows = [["micro-batch", "tokens/s", "of best", "chosen"]]
+    for size, one in timings.items():
+        rows.append([str(size), f"{one.rate:.0f}", f"{one.rate / best:.1%}", "yes" if size == chosen else "-"])
     return text_table(rows)
 
 

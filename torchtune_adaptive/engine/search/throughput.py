@@ -1,62 +1,61 @@
-"""Tokens per second of train steps of several sizes, and the smallest size that is close to the best."""
+"""Time train steps that are alternatives to each other."""
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.progress import Bar
+from torchtune_adaptive.engine.search.timing import Key, Timing
 
-_ROUNDS = 5
-_AS_GOOD_AS_BEST = 0.98
+_ROUNDS, _FEWEST_ROUNDS = 5, 3
+_LONG_S = 15.0  # counted rounds that take longer are fewer
+_CLEARLY_SLOWER = 1.5
 
 
-def tokens_per_second(
-    loop: Loop,
-    make_batch: Callable[[int], Any],
-    sizes: Sequence[int],
-    *,
-    num_tokens: Callable[[int], int],
-) -> dict[int, float]:
-    """Tokens per second of each of ``sizes``, which must fit: ``num_tokens(size)`` divided by the median step time.
+def time_in_turns(
+    loop: Loop, steps: Mapping[Key, Sequence[Any]], *, num_tokens: Mapping[Key, int]
+) -> dict[Key, Timing]:
+    """Time alternatives, all of which must fit: a few rounds, in each of which all alternatives run in turn.
 
-    Steps of the sizes alternate. Unlike in probes, there is no meter and no vote, because both cost time. A step of the
-    smallest size, which creates the optimizer's state, and a round, in which kernels are selected, are not counted.
-    Restores all state. A collective; all ranks get rank 0's figures.
+    Unlike in probes, there is no meter and no vote, because both cost time. The first round, which selects kernels and
+    creates the optimizer's state, is not counted. An alternative that is clearly slower than the best runs once.
+    Restores all state. A collective; all ranks get the same figures.
+
+    Args:
+        steps: by alternative, the optimizer steps of a round, each as its micro-batches. The first alternative needs
+            the least memory.
+        num_tokens: by alternative, the tokens of these steps over all ranks.
     """
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    seconds: dict[Key, list[float]] = {key: [] for key in steps}
     with loop.restored():
         # The state must not lie within memory that is cached for a large step: see `MicroBatcher.start_small`.
-        loop.step(make_batch(min(sizes)))
+        loop.step(next(iter(steps.values()))[0])
         loop.clean_up()
-        rounds = Bar(range(1 + _ROUNDS), desc="timing batch sizes", disable=loop.consensus.rank != 0)
-        for round_number in rounds:
-            for size in sizes:
-                taken_s = _time_step(loop, make_batch(size))
-                if round_number > 0:
-                    seconds[size].append(taken_s)
+        running = list(steps)
+        rounds = Bar(range(1 + _ROUNDS), desc="timing", disable=loop.consensus.rank != 0)
+        for number in rounds:
+            own = [_time_steps(loop, steps[key]) for key in running]
+            slowest = map(max, zip(*loop.consensus.from_all_ranks(own), strict=True))
+            if number == 0:
+                continue
+            for key, taken_s in zip(running, slowest, strict=True):
+                seconds[key].append(taken_s)
+            per_token = {key: seconds[key][-1] / num_tokens[key] for key in running}
+            running = [key for key in running if per_token[key] < _CLEARLY_SLOWER * min(per_token.values())]
+            if number >= _FEWEST_ROUNDS and sum(map(sum, seconds.values())) > _LONG_S:
+                break
         loop.clean_up()
-    rates = {size: num_tokens(size) / statistics.median(seconds[size]) for size in sizes}
-    return loop.consensus.from_rank_zero(rates)
+    return {key: Timing(tuple(taken), num_tokens[key]) for key, taken in seconds.items()}
 
 
-def smallest_near_best(rates: Mapping[int, float]) -> int:
-    """The smallest size whose rate is within 2 % of the best.
-
-    >>> smallest_near_best({4: 800.0, 8: 990.0, 16: 1000.0})
-    8
-    """
-    best = max(rates.values())
-    return min(size for size, rate in rates.items() if rate >= _AS_GOOD_AS_BEST * best)
-
-
-def _time_step(loop: Loop, batch: Any) -> float:
+def _time_steps(loop: Loop, steps: Sequence[Any]) -> float:
     _wait_for(loop.device)
     started = time.perf_counter()
-    loop.step(batch)
+    for micro_batches in steps:
+        loop.step(micro_batches)
     _wait_for(loop.device)
     return time.perf_counter() - started
 

@@ -1,5 +1,6 @@
 """The samples of each optimizer step, and the steps per epoch. The only owner of the batch size."""
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torchtune_adaptive.training.batch.rank_shares import (
     rows_of_rank,
     small_samples,
 )
-from torchtune_adaptive.training.batch.row_format import Row, RowFormat
+from torchtune_adaptive.training.batch.row_format import Row, RowFormat, load_sample
 from torchtune_adaptive.training.batch.sampler import GlobalBatchSampler
 
 
@@ -158,6 +159,20 @@ class StepLoader:
                 " StopIteration."
             )
         self._batches_done = 0
+
+    def drawn_steps(self, count: int) -> list[StepSamples]:
+        """This rank's samples of ``count`` optimizer steps, or as many as there are, drawn at random: always the same.
+
+        The position in the epoch stays.
+
+        Raises:
+            InputError: a sample cannot be loaded.
+        """
+        size = self.samples_per_step
+        order = random.Random(0).sample(range(len(self.dataset)), len(self.dataset) // size * size)
+        starts = range(0, min(len(order), count * size), size)
+        own = [order[start : start + size][self._sampler.rank :: self.ranks] for start in starts]
+        return [StepSamples([load_sample(self.dataset, one) for one in step], size, self.ranks) for step in own]
 
     def describe(self, batch_size: int) -> str:
         """The size of an optimizer step as arithmetic, for the log."""

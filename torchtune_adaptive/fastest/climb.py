@@ -1,0 +1,129 @@
+"""Change one setting after the other, and keep what trains faster."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchtune_adaptive.engine.search.timing import Timing, is_as_good, simplest_near_best
+from torchtune_adaptive.fastest.changes import Change, Question
+from torchtune_adaptive.text import format_bytes, text_table
+
+AS_IT_IS = "as it is"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one set-up of the recipe showed.
+
+    Attributes:
+        words: what was changed in the config.
+        values: the changed keys.
+        timings: by micro-batch, the config's own first; empty if nothing was timed.
+        is_short_of_memory: whether memory bounds the micro-batch.
+        peak_bytes: of the largest micro-batch that was tried and fits.
+        planned: the largest micro-batch by the plan, in rows; None if it was not planned.
+        found: the largest micro-batch by the search, in rows.
+        seconds: of the whole set-up.
+        why_not: why nothing was timed, as a sentence; "" if it was.
+    """
+
+    words: str = AS_IT_IS
+    values: Mapping[str, Any] = field(default_factory=dict)
+    timings: Mapping[str, Timing] = field(default_factory=dict)
+    is_short_of_memory: bool = False
+    peak_bytes: int = 0
+    planned: int | None = None
+    found: int | None = None
+    seconds: float = 0.0
+    why_not: str = ""
+
+    @property
+    def micro_batch(self) -> str:
+        """The one that is used: the simplest of those near the best."""
+        return simplest_near_best(self.timings)
+
+    @property
+    def timing(self) -> Timing:
+        """The timing of the micro-batch that is used."""
+        return self.timings[self.micro_batch]
+
+
+@dataclass
+class Climb:
+    """From a config as it is to settings that train it faster, by one change at a time.
+
+    Attributes:
+        measure: sets a run up with a change's words and values, and times it.
+        plan: says how many rows fit with these values, by a plan; None if that is not known.
+        seconds: no set-up begins that would probably end later.
+        outcomes: all that was tried, and what was not; the first is the config as it is.
+        best: of the outcomes.
+    """
+
+    measure: Callable[[str, Mapping[str, Any]], Outcome]
+    plan: Callable[[Mapping[str, Any]], int | None]
+    seconds: float
+    outcomes: list[Outcome] = field(default_factory=list)
+    _started: float = field(default_factory=time.monotonic)
+
+    @property
+    def best(self) -> Outcome:
+        """The fastest, unless something simpler is as fast; the simplest came first."""
+        best, *others = (one for one in self.outcomes if one.timings)
+        for other in others:
+            if not is_as_good(best.timing, other.timing):
+                best = other
+        return best
+
+    def run(self, questions: Sequence[Question]) -> None:
+        """Measure the config as it is, and then the alternatives of each question, on top of the best so far."""
+        self.outcomes.append(self.measure(AS_IT_IS, {}))
+        if not self.outcomes[0].timings:
+            return
+        for question in questions:
+            base = self.best
+            is_needed = True
+            for change in question.alternatives:
+                outcome = self._tried(change, base, is_needed=is_needed)
+                self.outcomes.append(outcome)
+                if question.ends_with_memory and outcome.timings and not outcome.is_short_of_memory:
+                    is_needed = False
+
+    def _tried(self, change: Change, base: Outcome, *, is_needed: bool) -> Outcome:
+        words = change.words if base.words == AS_IT_IS else f"{base.words}, {change.words}"
+        values = {**base.values, **change.values}
+        if not is_needed or (change.memory == "less" and not base.is_short_of_memory):
+            return Outcome(words=words, values=values, why_not="not tried: memory is not short")
+        if time.monotonic() - self._started + max(one.seconds for one in self.outcomes) > self.seconds:
+            return Outcome(words=words, values=values, why_not="not tried: no time left")
+        planned = self.plan(values) if change.memory == "more" else None
+        if planned == 0:
+            return Outcome(words=words, values=values, planned=0, why_not="not tried: by the plan not one row fits")
+        return replace(self.measure(words, values), planned=planned)
+
+
+def summary(outcomes: Sequence[Outcome], best: Outcome) -> str:
+    """A table of the config as it is and of each set-up with its fastest micro-batch; below it what was not timed.
+
+    >>> steps = {"4 rows": Timing((2.0,), 200), "512 tokens": Timing((1.0,), 200)}
+    >>> as_it_is, other = Outcome(timings=steps, found=8), Outcome(words="compile", why_not="it failed")
+    >>> print(summary([as_it_is, other], as_it_is))
+    settings  micro-batch  tokens/s  times  peak  rows that fit  planned  chosen
+    --------  -----------  --------  -----  ----  -------------  -------  ------
+    as it is       4 rows       100   1.00
+    as it is   512 tokens       200   2.00   0 B              8              yes
+    <BLANKLINE>
+    - compile: it failed
+    """
+    first, timed = outcomes[0], [one for one in outcomes if one.timings]
+    own, timing = next(iter(first.timings.items()))
+    rows = [["settings", "micro-batch", "tokens/s", "times", "peak", "rows that fit", "planned", "chosen"]]
+    rows.append([AS_IT_IS, own, f"{timing.rate:.0f}", "1.00", "", "", "", ""])
+    for one in timed:
+        found, planned = ("" if number is None else str(number) for number in (one.found, one.planned))
+        figures = [f"{one.timing.rate:.0f}", f"{one.timing.rate / timing.rate:.2f}", format_bytes(one.peak_bytes)]
+        rows.append([one.words, one.micro_batch, *figures, found, planned, "yes" if one is best else ""])
+    others = [f"- {one.words}: {one.why_not}" for one in outcomes if one not in timed]
+    table = "\n".join(line.rstrip() for line in text_table(rows, num_names=1).splitlines())
+    return "\n".join([table, *([""] if others else []), *others])

@@ -1,0 +1,118 @@
+"""Set a recipe up in processes of its own, have it time its micro-batches, and read what it found."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.fastest.climb import Outcome
+from torchtune_adaptive.files import write_atomically
+from torchtune_adaptive.report.read import Search, read_run
+from torchtune_adaptive.training.found_config import FOUND_NAME
+
+_FOLDER, _CONFIG, _LOG = "fastest", "config.yaml", "log.txt"
+_SECONDS_TO_END = 30.0  # after a request
+
+
+@dataclass
+class SetUps:
+    """Set-ups of one recipe, each with a config, a log and what it found in a folder of its own.
+
+    Attributes:
+        torchrun_options: of `tune run`.
+        cfg: the config as it is, with interpolations.
+        samples: of an optimizer step over all ranks.
+        directory: where the folders are made.
+    """
+
+    torchrun_options: Sequence[str]
+    recipe: str
+    cfg: DictConfig
+    samples: int
+    directory: Path
+    _count: int = field(default=0, init=False)
+    _folders: dict[str, Path] = field(default_factory=dict, init=False)
+
+    def config(self, values: Mapping[str, Any]) -> DictConfig:
+        """The config with these values of top-level keys, in which micro-batches are searched by their speed."""
+        cfg = self.cfg.copy()
+        OmegaConf.set_struct(cfg, False)
+        block = {"global_batch_size": self.samples, "objective": "speed"}
+        for key, value in {**values, "use_maximum_batch_size": True}.items():
+            OmegaConf.update(cfg, key, value, merge=False)
+        OmegaConf.update(cfg, "adaptive", block, merge=True)
+        return cfg
+
+    def measure(self, words: str, values: Mapping[str, Any]) -> Outcome:
+        """Set the recipe up with these values, and time micro-batches of different sizes."""
+        folder = self.directory / _FOLDER / str(self._count)
+        self._count += 1
+        self._folders[words] = folder
+        (folder / FOUND_NAME).unlink(missing_ok=True)
+        cfg = self.config(values)
+        cfg.output_dir = str(folder)
+        write_atomically(folder / _CONFIG, OmegaConf.to_yaml(cfg))
+        started = time.monotonic()
+        with (folder / _LOG).open("w") as log:
+            status = _run([*self.torchrun_options, self.recipe, "--config", str(folder / _CONFIG)], log)
+        outcome = Outcome(words=words, values=values, seconds=time.monotonic() - started)
+        if status or not (folder / FOUND_NAME).is_file():
+            return replace(outcome, why_not=self._why(folder))
+        return _with_search(outcome, read_run(folder).searches[-1])
+
+    def search_of(self, words: str) -> Search:
+        """The search of a set-up that was measured."""
+        return read_run(self._folders[words]).searches[-1]
+
+    def found_config(self, words: str) -> DictConfig:
+        """The config that trains with what the set-up has found."""
+        found = OmegaConf.load(self._folders[words] / FOUND_NAME)
+        assert isinstance(found, DictConfig)
+        written: Any = OmegaConf.to_container(self.cfg)  # with interpolations
+        found.output_dir = written["output_dir"]
+        return found
+
+    def _why(self, folder: Path) -> str:
+        """The sentence with which a set-up has ended, or its last line."""
+        lines = (folder / _LOG).read_text(errors="replace").splitlines()
+        name = self.recipe.removesuffix(".py").rpartition("/")[2]
+        sentences = [
+            line.partition(": ")[2] for line in lines if line.startswith((f"{name}: ", "tune-adaptive search: "))
+        ]
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+        return (sentences[-1] if sentences else last).rstrip(".")
+
+
+def _with_search(outcome: Outcome, search: Search) -> Outcome:
+    result = search.result
+    peaks = [probe.peak_bytes for probe in result.probes if probe.fits]
+    return replace(
+        outcome,
+        timings=search.timings,
+        is_short_of_memory=result.exact_batch_size < result.bound,
+        peak_bytes=max(peaks, default=0),
+        found=result.exact_batch_size,
+    )
+
+
+def _run(arguments: Sequence[str], log: Any) -> int:
+    """Run a search in a process of its own, which ends with this one: its exit status."""
+    command = [sys.executable, "-m", "torchtune_adaptive.cli.main", "search", *arguments]
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_TO_END)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
