@@ -150,7 +150,7 @@ class PageCommands:
 
     def _tune_adaptive(self, arguments: list[str]) -> None:
         command, *rest = arguments
-        if command == "search":
+        if command in ("search", "fastest"):
             self._run(["run", *rest])
             self.runs = self.cfg is not None
         elif command == "cp":
