@@ -97,7 +97,6 @@ def metered(num_samples: int, step: Callable[..., object], optimizer_of: Callabl
     return meter.phase_peak_bytes
 
 
-@pytest.mark.parametrize("step", [train_step, accumulating_step])
 def selecting_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
@@ -141,6 +140,7 @@ def test_what_is_given_back_together_is_in_the_order_of_taking() -> None:
     assert list(_in_order([*taken, *given_back])) == expected
 
 
+@pytest.mark.parametrize("step", [train_step, accumulating_step])
 @pytest.mark.parametrize(
     "optimizer_of",
     [
