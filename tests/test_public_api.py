@@ -10,6 +10,7 @@ from torchtune_adaptive import Probe, SearchResult, find_max_batch_size, testing
 def test_the_package_offers_these_names() -> None:
     assert sorted(torchtune_adaptive.__all__) == [
         "CannotRecoverError",
+        "FastestStep",
         "InputError",
         "MemoryEvent",
         "NothingFitsError",
@@ -17,6 +18,7 @@ def test_the_package_offers_these_names() -> None:
         "RecoverableStep",
         "SearchResult",
         "TokenSearchResult",
+        "find_fastest",
         "find_max_batch_size",
         "find_max_tokens",
         "plan_max_batch_size",

@@ -87,7 +87,7 @@ def find_max_batch_size(
     )
     if strategy == "decrease_until_oom" and max_batch_size is None:
         raise InputError("`decrease_until_oom` needs `max_batch_size`, from which it starts.")
-    with _loop(train_step, model, optimizer, process_group) as loop:
+    with searched_loop(train_step, model, optimizer, process_group) as loop:
         bound = options.max_batch_size or NO_BOUND
         return search(loop, lambda n: [make_batch(n)], options, start=SMALL_BATCH_SIZES[0], bound=bound)
 
@@ -159,7 +159,7 @@ def find_max_tokens(
         memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit), margin=margin
     )
     bound = NO_BOUND if max_rows is None else require_integer("max_rows", max_rows, minimum=1)
-    with _loop(train_step, model, optimizer, process_group) as loop:
+    with searched_loop(train_step, model, optimizer, process_group) as loop:
 
         def micro_batches(rows: int, length: int) -> list[Any]:
             return [make_batch(rows, length)]
@@ -174,7 +174,7 @@ def find_max_tokens(
 
 
 @contextlib.contextmanager
-def _loop(
+def searched_loop(
     train_step: Callable[[Any], object],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

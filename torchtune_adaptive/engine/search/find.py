@@ -63,14 +63,14 @@ def search(
 
     with meter.exactly(), bar, loop.restored() as restore_optimizers:
         if options.memory_limit_bytes is not None:
-            _limit_meter(meter, options)
+            limit_meter(meter, options)
         if loop.state_comes_first and not loop.create_states(meter):
             restore_optimizers()
         loop.clean_up()
         warm = prober.warm_up(bound, after_failure=restore_optimizers)
         warm = warm and loop.create_states(meter)  # a gradient scaler may have skipped the optimizer's step
         # Context, communicators and optimizer state are allocated now, so that the remaining memory is known.
-        limit_bytes = loop.consensus.min_over_ranks(_limit_meter(meter, options))
+        limit_bytes = loop.consensus.min_over_ranks(limit_meter(meter, options))
         exact = 0
         while warm:
             try:
@@ -96,7 +96,7 @@ def search(
     )
 
 
-def _limit_meter(meter: MemoryMeter, options: SearchOptions) -> int:
+def limit_meter(meter: MemoryMeter, options: SearchOptions) -> int:
     """Limit the meter to the memory of this rank less the margin, which applies only here; return that memory."""
     available_bytes = meter.available_bytes
     limit_bytes = min(options.memory_limit_bytes or available_bytes, available_bytes)
