@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results" / "fastest_cpu.md"
 KINDS = ("checkpointing", "resharding")  # a search on a CPU does not measure compiled code
 MINUTES = 30.0
 NEAR = 0.97
-ROUNDS = 3  # of the config as it is and what was found, in turn
+ROUNDS = 2  # of the config as it is and what was found, in turn
 
 ABOUT = f"""\
 `tiny/full` and `tiny/lora`, with activation checkpointing as torchtune's own configs have it, if not said otherwise.
@@ -107,7 +107,7 @@ def result_of(name: str, case: Case, tiny_dir: Path, directory: Path) -> Result:
     """Find the fastest settings of a case, and measure all others."""
     cfg = load_config(case.config, [f"tiny_dir={tiny_dir}", f"output_dir={directory}"])
     OmegaConf.set_struct(cfg, False)
-    usual = {"enable_activation_checkpointing": True, "adaptive.memory_limit": "1GiB", "tokenizer.max_seq_len": 256}
+    usual = {"enable_activation_checkpointing": True, "adaptive.memory_limit": "1GiB", "tokenizer.max_seq_len": 128}
     for key, value in (usual | dict(case.changes)).items():
         OmegaConf.update(cfg, key, value, merge=False)
     method = "lora" if "lora" in case.config else "full"

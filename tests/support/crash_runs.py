@@ -31,7 +31,7 @@ LONGEST_WAIT_S = 600.0
 _POLL_S = 0.002
 _ROWS_DIR = "CRASH_RUNS_ROWS"  # an environment variable of launched processes
 # Figures that differ between two equal runs.
-_OF_THE_CLOCK = {"time", "peak_memory_bytes", "host_memory_bytes"} | {
+_OF_THE_CLOCK = {"time", "mfu", "peak_memory_bytes", "host_memory_bytes"} | {
     f"tokens_per_second_per_gpu{part}" for part in ("", "_trajectory", "_ppo")
 }
 

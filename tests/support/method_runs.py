@@ -287,5 +287,5 @@ def _live_bytes_of(recipe_class: Any) -> Iterator[list[int]]:
 
 def _figures(steps: list[dict[str, float]]) -> list[dict[str, float]]:
     """The figures that are equal in two runs of the same training."""
-    differ = {"tokens_per_second_per_gpu", "oom_retries", "padding", "peak_memory_bytes", "host_memory_bytes"}
+    differ = {"tokens_per_second_per_gpu", "mfu", "oom_retries", "padding", "peak_memory_bytes", "host_memory_bytes"}
     return [{name: value for name, value in step.items() if name not in differ} for step in steps]

@@ -26,6 +26,7 @@ from torchtune_adaptive.training.batch.row_format import TokenRows
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.step_log import StepLog
 from torchtune_adaptive.training.step_result import StepResult
+from torchtune_adaptive.training.utilisation import Utilisation
 
 RESULT = StepResult(loss=0.5, weight=30.0, num_tokens=1200, metrics={}, grad_norm=None)
 EVENT = MemoryEvent(7, MemoryPressure.OUT_OF_MEMORY, (1, 3), "backward", "peak 1 B, limit 2 B", "error", 8, 4, "rows")
@@ -53,9 +54,10 @@ class Parts:
         meter: MemoryMeter | None = None,
     ) -> None:
         self.micro_batches = MicroBatcher(limit or RowLimit(8), TokenRows(-100), Consensus(), [])
+        self.utilisation = Utilisation(self.micro_batches, peak=None)
         self.step: Any = SimpleNamespace(policy=SimpleNamespace(learning_rate=0.01), meter=meter)
         self.recoverable: Any = SimpleNamespace(retries=3, events=())
-        self.loader: Any = SimpleNamespace(samples_per_step=64, is_global=is_global, batch_size=16)
+        self.loader: Any = SimpleNamespace(samples_per_step=64, is_global=is_global, batch_size=16, key="batch_size")
         self.growth = BatchGrowth(None, total_epochs=1, samples_per_unit=1, consensus=Consensus())
         self.logger = Logger()
         self.run_log = RunLog("never begun", writes=False)
@@ -74,6 +76,7 @@ class Parts:
             self.step,
             self.recoverable,
             self.micro_batches,
+            self.utilisation,
             self.loader,
             self.growth,
             checkpoints=self.finished,
@@ -116,6 +119,18 @@ def test_every_nth_step_is_logged_with_the_padding_of_all_steps_since_the_last()
         parts.set_padding(tokens)
         log.write(step, RESULT, epoch=0, seconds=1.0)
     assert {step: logged["padding"] for step, logged in parts.logger.steps.items()} == {3: 0.5, 6: 0.5}
+
+
+def test_utilisation_is_that_of_the_tokens_that_are_no_padding(caplog: pytest.LogCaptureFixture) -> None:
+    parts = Parts()
+    parts.utilisation = Utilisation(parts.micro_batches, peak=100e12, flops_per_token=6e9)
+    log = parts.log(every_steps=2)
+    for step, (tokens, seconds) in enumerate([(1000, 1.0), (5000, 1.0)], start=1):
+        parts.micro_batches.step_tokens = (tokens, 8000)
+        log.write(step, RESULT, epoch=0, seconds=seconds)
+    assert parts.logger.steps[2]["mfu"] == pytest.approx(0.3)
+    log.finish("complete", step=2, epochs_run=1)
+    assert "18.0% of the card's 100 TFLOPS" in caplog.text
 
 
 def test_other_ranks_log_nothing_and_name_no_odd_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -56,6 +56,7 @@ from torchtune_adaptive.training.sizes import Sizes
 from torchtune_adaptive.training.step_log import StepLog
 from torchtune_adaptive.training.train_step import TrainStep
 from torchtune_adaptive.training.trainer import Trainer
+from torchtune_adaptive.training.utilisation import Utilisation
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
 
@@ -217,6 +218,7 @@ class Toy:
             self.step,
             self.recoverable,
             self.micro_batches,
+            Utilisation(self.micro_batches, peak=None),
             self.loader,
             growth,
             checkpoints=(),

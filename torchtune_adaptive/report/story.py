@@ -110,6 +110,8 @@ def _training(run: Run) -> Iterator[str]:
         mean = sum(rate * weight for rate, weight in rates) / sum(weight for _, weight in rates)
         low, high = min(rate for rate, _ in rates), max(rate for rate, _ in rates)
         yield f"{mean:,.0f} tokens per second per rank on average, {low:,.0f} to {high:,.0f} in logged steps."
+    if shares := [share for _, share in run.column("mfu")]:
+        yield f"The model's own operations took {sum(shares) / len(shares):.1%} of the card's peak on average (MFU)."
     if padding := [share for _, share in run.column("padding")]:
         yield f"{sum(padding) / len(padding):.1%} of the tokens were padding on average."
     if peaks := run.column("peak_memory_bytes"):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from torchtune_adaptive.training.sizes import SizeFinder, Sizes
 from torchtune_adaptive.training.start import StartingPoint, starting_point
 from torchtune_adaptive.training.step_log import StepLog
 from torchtune_adaptive.training.train_step import TrainStep
+from torchtune_adaptive.training.utilisation import Utilisation
 from torchtune_adaptive.training.trainer import Trainer
 
 log = utils.get_logger("DEBUG")
@@ -111,6 +112,8 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         loader.set_batch_size(start.batch_size)
         check_fills_step(loader, start.batch_size)
         micro_batches = _make_micro_batches(parts, sizes, loader, consensus)
+        utilisation = Utilisation.of(step, micro_batches)
+        loop = replace(loop, micro_step=utilisation.counting(loop.micro_step))
         recoverable = _make_recoverable(parts, settings, loop, micro_batches, loader, sizes, start)
         rate = _make_rate(parts, settings, loader, start, saved, grows=growth.grows)
         limit_bytes = consensus.min_over_ranks(allowed_bytes(step.device, settings.memory_limit_bytes) or 0) or None
@@ -121,6 +124,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
             step,
             recoverable,
             micro_batches,
+            utilisation,
             loader,
             growth,
             checkpoints=parts.checkpoints.finished,
@@ -236,7 +240,7 @@ def _make_recoverable(
     watch = PressureWatch(loop.consensus, loop.meter, parts.step.phases)
     recoverable = RecoverableStep(
         loop.model,
-        parts.step.micro_step,
+        loop.micro_step,
         micro_batch_size=micro_batches,
         optimizer=loop.optimizers,
         release=loop.release,

@@ -22,6 +22,7 @@ from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.step_result import StepResult
 from torchtune_adaptive.training.summary import arrows, log_end
 from torchtune_adaptive.training.train_step import TrainStep
+from torchtune_adaptive.training.utilisation import Utilisation
 
 log = utils.get_logger("DEBUG")
 
@@ -83,6 +84,7 @@ class StepLog:
     step: TrainStep
     recoverable: RecoverableStep[Any]
     micro_batches: MicroBatcher
+    utilisation: Utilisation
     loader: StepLoader
     growth: BatchGrowth
     _: KW_ONLY
@@ -97,8 +99,8 @@ class StepLog:
 
     def __post_init__(self) -> None:
         self._num_memory_events = 0  # that are written
-        # Of all steps that this process has trained; tokens are those of all ranks.
-        self._steps, self._num_tokens, self._seconds = 0, 0, 0.0
+        # Of all steps that this process has trained. The first tokens are those of all ranks that are predicted.
+        self._steps, self._num_tokens, self._num_own_tokens, self._seconds = 0, 0, 0, 0.0
         self._not_finite = NotFinite(self.run_log, self.checkpoints, self.resumed)
         self._has_seen_no_target = False
 
@@ -125,6 +127,7 @@ class StepLog:
             self.run_log.append(event="no target", step=step)
         self._steps += 1
         self._num_tokens += result.num_tokens
+        self._num_own_tokens += self.micro_batches.step_tokens[0]
         self._seconds += seconds
         if step % self.every_steps:
             return
@@ -163,6 +166,8 @@ class StepLog:
             figures["batch_size"] = self.loader.batch_size
         if result.grad_norm is not None:
             figures["grad_norm"] = result.grad_norm
+        if (share := self.utilisation.share(self.micro_batches.step_tokens[0], seconds)) is not None:
+            figures["mfu"] = share
         if (host_bytes := anonymous_bytes()) is not None:
             figures["host_memory_bytes"] = host_bytes
         if (meter := self.step.meter) is not None:
@@ -197,6 +202,7 @@ class StepLog:
             if retries
             else "never",
             "throughput": self._throughput(),
+            "utilisation": self._utilisation(),
             "peak memory": self._peak(),
         }
 
@@ -205,6 +211,12 @@ class StepLog:
             return None
         rate = self._num_tokens / self._seconds / self.ranks
         return f"{rate:,.0f} tokens/s per rank, mean of {count_text(self._steps, 'step')} in {self._seconds:,.1f} s"
+
+    def _utilisation(self) -> str | None:
+        share, peak = self.utilisation.share(self._num_own_tokens, self._seconds or math.inf), self.utilisation.peak
+        if share is None or peak is None:
+            return None
+        return f"{share:.1%} of the card's {peak / 1e12:,.0f} TFLOPS by the model's own operations (MFU), on rank 0"
 
     def _peak(self) -> str:
         meter, limit_bytes = self.step.meter, self.memory_limit_bytes

@@ -44,7 +44,7 @@ class MicroBatcher:
     def __post_init__(self) -> None:
         self._reduced_size: int | None = None  # set once memory ran out
         self._first_size: int | None = None  # in the first step of ``start_small``
-        self._step_tokens = (0, 0)  # of the last cut, without and with padding
+        self.step_tokens = (0, 0)  # of the last cut, without and with padding
         self._num_tokens = self._num_padded_tokens = 0
 
     @property
@@ -77,9 +77,8 @@ class MicroBatcher:
 
     def end_step(self) -> None:
         """Count the padding of the step's last cut, with which it succeeded. Later steps do not start small."""
-        self._num_tokens += self._step_tokens[0]
-        self._num_padded_tokens += self._step_tokens[1]
-        self._step_tokens = (0, 0)
+        self._num_tokens += self.step_tokens[0]
+        self._num_padded_tokens += self.step_tokens[1]
         self._first_size = None
 
     def cut(self, samples: StepSamples) -> list[MicroBatch]:
@@ -88,7 +87,7 @@ class MicroBatcher:
         With a token limit this is a collective, in which the ranks agree on the number. Otherwise every rank computes
         it.
         """
-        self._step_tokens = (0, 0)
+        self.step_tokens = (0, 0)
         if not _is_halved(samples):
             return list(map(MicroBatch, self._cut(samples)))
         small, rest = (self._cut(half) for half in samples.halves())
@@ -147,6 +146,10 @@ class MicroBatcher:
         rows = micro_batch.rows
         return len(rows), lambda number: MicroBatch([max(rows, key=self.row_format.padded_tokens)] * number)
 
+    def padded_tokens(self, micro_batch: MicroBatch) -> int:
+        """The tokens of a micro-batch, padding included."""
+        return len(micro_batch.rows) * max(self._lengths(micro_batch.rows))
+
     def take_padding(self) -> float:
         """The share of padding in this rank's micro-batches since the last call."""
         share = 1 - self._num_tokens / max(self._num_padded_tokens, 1)
@@ -184,7 +187,7 @@ class MicroBatcher:
         cuts = spread(cuts, count)
         own = sum(map(self.row_format.own_tokens, rows))
         padded = sum(len(one) * max(lengths[index] for index in one) for one in cuts if one)
-        self._step_tokens = (self._step_tokens[0] + own, self._step_tokens[1] + padded)
+        self.step_tokens = (self.step_tokens[0] + own, self.step_tokens[1] + padded)
         return [[rows[index] for index in one] or [self.row_format.masked(self.dataset[0])] for one in cuts]
 
     def _lengths(self, rows: list[Row]) -> list[int]:
