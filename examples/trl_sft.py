@@ -42,8 +42,7 @@ def main() -> None:
     model, tokenizer = model_and_tokenizer()
     args = SFTConfig(
         "/tmp/trl_sft",
-        # 16 samples per process and optimizer step, in one batch: how many run at once is found. With 2 and
-        # `gradient_accumulation_steps=8` the step would be the same, but no micro-batch larger than 2.
+        # 16 samples per process and optimizer step: how many of them run at once is found.
         per_device_train_batch_size=16,
         gradient_accumulation_steps=1,
         max_steps=8,

@@ -52,6 +52,66 @@ def test_no_micro_batch_has_rows_of_two_batches() -> None:
     assert [part.inputs["labels"].flatten().tolist() for part in parts] == [[1, 2], [3], [4]]
 
 
+def joined(size: int, *batches: TrainerBatch, rows_per_sample: int = 1) -> list[TrainerBatch]:
+    cutter = TrainerBatches(size, rows_per_sample=rows_per_sample)
+    cutter.joins = True
+    return cutter.cut(batches)
+
+
+def test_whole_batches_of_equally_many_samples_are_joined() -> None:
+    pairs, single = [[1], [2]], [[9]]
+    parts = joined(5, *(batch(pairs, divisor=4) for _ in range(3)), batch(single, divisor=4))
+    assert [part.inputs["labels"].flatten().tolist() for part in parts] == [[1, 2, 1, 2], [1, 2], [9]]
+    assert [part.divisor for part in parts] == [2, 4, 4]
+    assert [len(part.inputs["labels"]) for part in joined(1, batch(pairs), batch(pairs))] == [1] * 4
+
+
+def test_rows_of_joined_batches_are_padded_at_their_end() -> None:
+    short = {"input_ids": [[5], [6]], "labels": [[5], [6]], "attention_mask": [[1], [1]], "weight": [0.5, 0.6]}
+    long = {"input_ids": [[7, 8]] * 2, "labels": [[7, 8]] * 2, "attention_mask": [[0, 1]] * 2, "weight": [0.7, 0.8]}
+    batches = [
+        TrainerBatch({name: torch.tensor(value) for name, value in one.items()}, None, 1) for one in (short, long)
+    ]
+    cutter = TrainerBatches(4)
+    cutter.joins, cutter.pad_token = cutter.can_be_joined(batches), 3
+    (part,) = cutter.cut(batches)
+    assert {name: one.tolist() for name, one in part.inputs.items() if name != "weight"} == {
+        "input_ids": [[5, 3], [6, 3], [7, 8], [7, 8]],
+        "labels": [[5, IGNORED], [6, IGNORED], [7, 8], [7, 8]],
+        "attention_mask": [[1, 0], [1, 0], [0, 1], [0, 1]],
+    }
+    assert part.inputs["weight"].tolist() == pytest.approx([0.5, 0.6, 0.7, 0.8])
+    assert batches[0].inputs["labels"].tolist() == [[5], [6]]
+
+
+def test_joined_pairs_have_all_first_rows_before_all_second_ones() -> None:
+    one, other = (
+        TrainerBatch({"input_ids": torch.tensor(ids), "margin": torch.tensor([float(ids[0][0])])}, None, 1)
+        for ids in ([[1], [2]], [[3, 3], [4, 4]])
+    )
+    (part,) = joined(2, one, other, rows_per_sample=2)
+    assert part.inputs["input_ids"].tolist() == [[1, 0], [3, 3], [2, 0], [4, 4]]
+    assert part.inputs["margin"].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"pixel_values": torch.zeros(2, 3)}, {"names": ["a", "b"]}, {"inner": {"input_ids": torch.zeros(2, 1)}}],
+)
+def test_batches_whose_padding_is_not_known_are_not_joined(more: dict[str, Any]) -> None:
+    known = {"input_ids": torch.zeros(2, 1), "attention_mask": torch.ones(2, 1), "index": torch.arange(2)}
+    cutter, batches = TrainerBatches(4), [TrainerBatch(known, None, 1)] * 2
+    assert cutter.can_be_joined(batches)
+    assert not cutter.can_be_joined(batches[:1])
+    assert not cutter.can_be_joined([TrainerBatch(known | more, None, 1)] * 2)
+    assert not cutter.can_be_joined([TrainerBatch({"input_ids": torch.zeros(2, 1)}, None, 1)] * 2)
+
+
+def test_a_size_of_several_batches_is_rounded_down_to_whole_ones() -> None:
+    batches = [batch([[1], [2], [3]])] * 4
+    assert [TrainerBatches(1).rounded_down(size, batches) for size in (1, 2, 3, 4, 8, 9, 12)] == [1, 2, 3, 3, 6, 9, 12]
+
+
 @pytest.mark.parametrize(("pair", "expected"), [((0, 1), [[1], [3], [1, 3]]), ((2, 3), [[0], [2], [0, 2]])])
 def test_samples_with_the_most_and_the_fewest_labels_are_tried_first(pair: Any, expected: list[list[int]]) -> None:
     ignored = IGNORED

@@ -10,6 +10,7 @@ import logging
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ from tests.support import ranks
 from tests.support.documents import DOCUMENTS, blocks
 from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import InputError, NothingFitsError
+from torchtune_adaptive.engine.search import throughput
 from torchtune_adaptive.errors import CannotCutError
 from torchtune_adaptive.integrations import transformers as integration
 from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
@@ -97,6 +99,36 @@ def test_smaller_micro_batches_differ_by_rounding(kind: str) -> None:
     means_of_means = {"entropy", "mean_token_accuracy", "min_reward", "max_reward", "logits/chosen", "logits/rejected"}
     assert parameters < 1e-6
     assert {name for name, size in logs.items() if size > 1e-4} <= means_of_means
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_micro_batches_of_several_batches_differ_by_rounding(kind: str) -> None:
+    """Rows of the second batch are padded to the length of the first one, or the other way round."""
+    common: dict[str, Any] = {"accumulation": 3, "dropout": 0.0, "optim": "sgd"}
+    trainer = make(kind, options={"micro_batch_size": 2 * BATCH + 1}, **common)
+    cut, cuts = trainer._batches.cut, []
+
+    def noted(batches: Any) -> Any:
+        cuts.append(cut(batches))
+        return cuts[-1]
+
+    trainer._batches.cut = noted
+    joined = trained(trainer)
+    parameters, logs = difference(joined, trained(make(kind, is_adaptive=False, **common)))
+    sizes = [[trainer._batches.num_samples(one.inputs) for one in parts] for parts in cuts]
+    assert sizes == [[2 * BATCH, BATCH]] * trainers.STEPS
+    assert parameters < 1e-6
+    changed = {name for name, size in logs.items() if size > 1e-4}  # TRL's means are of micro-batches
+    assert not changed & {"loss", "grad_norm", "num_tokens"}
+
+
+def test_batches_that_cannot_be_joined_stay_apart(caplog: pytest.LogCaptureFixture) -> None:
+    """The mean of each batch over its tokens counts: a mean over those of two would be another."""
+    options = {"base": MeanOverTokens, "accumulation": 2, "dropout": 0.0}
+    with caplog.at_level(logging.INFO, logger=integration.log.name):
+        ours = trained(make("trainer", options={"micro_batch_size": 2 * BATCH}, **options))
+    assert caplog.messages[0].startswith("A micro-batch has samples of one batch only. ")
+    assert difference(ours, trained(make("trainer", is_adaptive=False, **options))) == (0.0, {})
 
 
 def test_the_last_steps_of_an_epoch_are_smaller() -> None:
@@ -523,6 +555,89 @@ def test_a_search_leaves_no_trace(kind: str, caplog: pytest.LogCaptureFixture) -
     assert difference(ours, trained(told)) == (0.0, {})
 
 
+def timed(trainer: Any, monkeypatch: pytest.MonkeyPatch, *, of_layer: float) -> Any:
+    """The trainer, whose micro-steps take a second of a fake clock, and more for each layer that is checkpointed."""
+    now_s, micro_step = [0.0], trainer._micro_step
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+
+    def with_clock(*args: Any) -> Any:
+        checkpointed = sum(getattr(one, "gradient_checkpointing", False) for one in layers(trainer))
+        now_s[0] += 1.0 + of_layer * checkpointed
+        return micro_step(*args)
+
+    trainer._micro_step = with_clock
+    return trainer
+
+
+def layers(trainer: Any) -> Any:
+    return trainer.model.model.layers
+
+
+@pytest.mark.parametrize(
+    ("limit", "of_layer", "expected"),
+    [
+        ("64MiB", 0.3, (2 * BATCH, 0)),  # no checkpointing is faster, and fits
+        ("64MiB", 0.0, (2 * BATCH, 2)),  # it is not faster: what the arguments say stays
+        ("1MiB", 0.0, None),
+    ],
+)
+def test_speed_chooses_size_and_checkpointing_and_trains_the_same(
+    limit: str, of_layer: float, expected: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    common: dict[str, Any] = {"accumulation": 2, "dropout": 0.0, "gradient_checkpointing": True}
+    used = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            used.append((trainer.micro_batch_size, sum(one.gradient_checkpointing for one in layers(trainer))))
+
+    options = {"memory_limit": limit, "speed": "auto", "callbacks": [Watch()]}
+    trainer = timed(make("trainer", options=options, **common), monkeypatch, of_layer=of_layer)
+    with caplog.at_level(logging.INFO, logger=integration.log.name):
+        ours = trained(trainer)
+    size, checkpointed = used[0]
+    assert used == [used[0]] * trainers.STEPS
+    assert expected is None or used[0] == expected
+    assert f"The fastest is {size} samples, " in caplog.text
+    assert all(one.gradient_checkpointing for one in layers(trainer)), "as it was, after the training"
+    usual = common | {"gradient_checkpointing": checkpointed > 0}
+    told = trained(make("trainer", options={"micro_batch_size": size}, **usual))
+    assert difference(ours, told) == (0.0, {}) or checkpointed == 1
+
+
+def test_more_is_checkpointed_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes as long as it has micro-steps."""
+    rows = [{"input_ids": [3 + number % 60 for number in range(60)]} for _ in range(32)]
+    options = {"train_dataset": rows, "memory_limit": "1600KiB"}
+    usual = make("trainer", options=options, accumulation=2)
+    usual.train()
+    trainer = timed(make("trainer", options=options | {"speed": "auto"}, accumulation=2), monkeypatch, of_layer=0.0)
+    trainer.train()
+    assert trainer.micro_batch_size > usual.micro_batch_size
+    assert not any(one.gradient_checkpointing for one in layers(trainer)), "as it was, after the training"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"speed": "fast"}, "`speed` must be one of auto, but is 'fast' instead"),
+        ({"speed": "auto", "micro_batch_size": 2}, "`speed` chooses the micro-batch itself"),
+        ({"speed": "auto"}, "`speed` needs `memory_limit` on a cpu"),
+    ],
+)
+def test_a_speed_that_cannot_be_chosen_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        make("trainer", options=options).train()
+
+
+@pytest.mark.parametrize("sharding", ["", "load"])
+def test_ranks_choose_the_same_by_speed(sharding: str) -> None:
+    one, other = run_on_ranks(trainers.speed_on_rank, 2, sharding)
+    assert one == other
+    assert one[0] in (BATCH, 2 * BATCH)
+    assert one[2] == (0.0, {})
+
+
 @pytest.mark.parametrize("sharding", ["", "load"])
 def test_ranks_search_together_if_one_has_less_memory(sharding: str) -> None:
     one, other = run_on_ranks(trainers.searches_on_rank, 2, sharding)
@@ -595,8 +710,8 @@ def test_a_search_leaves_data_and_collators_with_state_alone(stateful: Any) -> N
         return trained(trainer), trainer.micro_batch_size
 
     searched, size = run(memory_limit="64MiB")
-    told, _ = run(micro_batch_size=BATCH)
-    assert size == BATCH
+    told, _ = run(micro_batch_size=size)
+    assert size == 2 * BATCH
     assert difference(searched, told) == (0.0, {})
 
 

@@ -337,6 +337,24 @@ def comparisons_on_rank(rank: int, sharding: str, cases: list[tuple[str, int]]) 
     return {case: comparisons(*case, sharding=sharding, rank=1) for case in cases}
 
 
+def speed_on_rank(rank: int, sharding: str) -> tuple[int, int, tuple[float, dict[str, float]]]:
+    """The size and the checkpointed layers that were chosen, and how training differs from one that is told these."""
+    on_rank(rank)
+    common: dict[str, Any] = {"accumulation": 2, "sharding": sharding, "dropout": 0.0}
+    checkpointed = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            checkpointed.append(sum(getattr(one, "gradient_checkpointing", False) for one in trainer.model.modules()))
+
+    options = {"memory_limit": "64MiB", "speed": "auto", "callbacks": [Watch()]}
+    trainer = make("trainer", options=options, gradient_checkpointing=True, **common)
+    ours = trained(trainer)
+    usual = common | {"gradient_checkpointing": checkpointed[0] > 0}
+    told = make("trainer", options={"micro_batch_size": trainer.micro_batch_size}, **usual)
+    return trainer.micro_batch_size, checkpointed[0], difference(ours, trained(told))
+
+
 def searches_on_rank(rank: int, sharding: str) -> list[tuple[int, list[Any], Any]]:
     """The sizes that searches find if the last rank has little memory, events, and what differs from told runs."""
     on_rank(rank)

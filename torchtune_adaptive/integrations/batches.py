@@ -5,12 +5,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from torchtune_adaptive.engine.recovery.columns import columns, map_columns
 from torchtune_adaptive.engine.recovery.micro_batches import Slices, chosen, consecutive
 from torchtune_adaptive.errors import InputError, quote
 
 IGNORED = -100  # a label that transformers' losses leave out
+# With what tensors [rows, tokens] are padded; `input_ids` with a token of the trainer's.
+_PADDING = {
+    "input_ids": 0,
+    "attention_mask": 0,
+    "labels": IGNORED,
+    "position_ids": 0,
+    "token_type_ids": 0,
+    "completion_mask": 0,
+    "assistant_masks": 0,
+}
 
 
 class TrainerBatch(NamedTuple):
@@ -30,13 +41,19 @@ class TrainerBatch(NamedTuple):
     weight: float = 1.0
 
 
+Part = tuple[TrainerBatch, Sequence[int]]  # a batch, and the numbers of some of its samples
+
+
 class TrainerBatches(Slices):
-    """Cuts the batches of an optimizer step into micro-batches. None has rows of two batches.
+    """Cuts the batches of an optimizer step into micro-batches, or joins whole ones if micro-batches are larger.
 
     Args:
         size: samples in a micro-batch.
         rows_per_sample: 2 if a sample is a pair whose parts are in the first and in the second half of a batch.
     Attributes:
+        joins: whether batches of equally many samples may be joined. Rows are then padded at their end: see
+            ``can_be_joined``.
+        pad_token: for ``input_ids``.
         factor: by how much the loss of both of two samples differs from the sum of each one's, as a trial has found. It
             is then scaled.
     Raises:
@@ -52,15 +69,13 @@ class TrainerBatches(Slices):
     def __init__(self, size: int, *, rows_per_sample: int = 1) -> None:
         super().__init__(size)
         self._rows_per_sample = rows_per_sample
+        self.joins = False
+        self.pad_token = 0
         self.factor = 1.0
 
     def cut(self, samples: Sequence[TrainerBatch]) -> list[TrainerBatch]:
         """The micro-batches of all batches, in their order."""
-        return [
-            self._part(batch, rows)
-            for batch in samples
-            for rows in consecutive(self.num_samples(batch.inputs), self.size)
-        ]
+        return list(map(self._micro_batch, self._parts(samples)))
 
     def trial_batches(
         self, samples: Sequence[TrainerBatch], pair: tuple[int, int] | None = (0, 1)
@@ -68,21 +83,39 @@ class TrainerBatches(Slices):
         """Each sample of the ``pair``, then both; to try next, each. Nothing if there is no sample.
 
         Samples are numbered from the one with the most labels. If they all have equally many, a mean over labels looks
-        like one over samples. So if labels are ignored somewhere, half of the second sample's are.
+        like one over samples. So if labels are ignored somewhere, half of the second sample's are. They are of the
+        largest batch, or of all if batches are joined.
         """
         if not samples:
             return []
         self.factor = 1.0
-        batch = max(samples, key=lambda one: self.num_samples(one.inputs))
-        order = self._by_labels(batch.inputs)
-        one, other = (order[number % len(order)] for number in pair or (0, 1))
-        batch = batch._replace(inputs=_with_other_labels(batch.inputs, one, other))
-        alone = [self._part(batch, [one]), self._part(batch, [other])]
-        return [alone] if pair is None else [[*alone, self._part(batch, [one, other])], alone]
+        order = self._by_labels(self._tried(samples))
+        (of_one, one), (of_other, other) = (order[number % len(order)] for number in pair or (0, 1))
+        changed = _with_other_labels(of_other, other, of_one, one)
+        first, second = (changed if of_one is of_other else of_one, [one]), (changed, [other])
+        alone = [self._micro_batch([first]), self._micro_batch([second])]
+        return [alone] if pair is None else [[*alone, self._micro_batch([first, second])], alone]
 
     def num_to_try(self, samples: Sequence[TrainerBatch]) -> int:
-        """The samples of the largest batch, of which a trial can choose two."""
-        return max((self.num_samples(one.inputs) for one in samples), default=0)
+        """The samples of the largest batch, or of all, of which a trial can choose two."""
+        return sum(self.num_samples(one.inputs) for one in self._tried(samples))
+
+    def can_be_joined(self, samples: Sequence[TrainerBatch]) -> bool:
+        """Whether there are several batches, and it is known how their rows are padded to one length.
+
+        Rows may be padded at their end, whatever their own padding is: masks and labels leave that out.
+        """
+        found = [(batch, name, column) for batch in samples for name, column in columns(batch.inputs)]
+        is_known = all(
+            isinstance(batch.inputs.get(name), torch.Tensor) and (column.ndim == 1 or name in _PADDING)
+            for batch, name, column in found
+        )
+        return is_known and len(samples) > 1 and all("attention_mask" in batch.inputs for batch in samples)
+
+    def rounded_down(self, size: int, samples: Sequence[TrainerBatch]) -> int:
+        """``size``, or the samples of as many whole batches as fit into it."""
+        largest = max(self.num_samples(one.inputs) for one in samples)
+        return size - size % largest if size > largest else size
 
     def scale_by(self, factor: float) -> bool:
         """Scale losses from now on."""
@@ -91,7 +124,7 @@ class TrainerBatches(Slices):
 
     def is_whole(self, samples: Sequence[TrainerBatch]) -> bool:
         """Whether no batch is cut."""
-        return self.num_to_try(samples) <= self.size
+        return max((self.num_samples(one.inputs) for one in samples), default=0) <= self.size
 
     def repeated(self, inputs: Mapping[str, Any], num_samples: int) -> Mapping[str, Any]:
         """So many copies of the only sample in ``inputs``."""
@@ -117,13 +150,49 @@ class TrainerBatches(Slices):
         return num_samples
 
     def _largest(self, samples: Sequence[TrainerBatch]) -> int:
-        return min(self.size, self.num_to_try(samples))
+        return max((sum(len(rows) for _, rows in parts) for parts in self._parts(samples)), default=0)
 
-    def _part(self, batch: TrainerBatch, rows: Sequence[int]) -> TrainerBatch:
-        """The samples of ``batch`` with these numbers."""
-        share = len(rows) / self.num_samples(batch.inputs)
+    def _tried(self, samples: Sequence[TrainerBatch]) -> Sequence[TrainerBatch]:
+        """The batches whose samples a trial may take."""
+        return samples if self.joins else sorted(samples, key=lambda one: -self.num_samples(one.inputs))[:1]
+
+    def _parts(self, samples: Sequence[TrainerBatch]) -> list[list[Part]]:
+        """What each micro-batch has: rows of one batch, or several whole ones."""
+        found: list[list[Part]] = []
+        last = 0
+        for batch in samples:
+            number = self.num_samples(batch.inputs)
+            if self.joins and number == last and number * (len(found[-1]) + 1) <= self.size:
+                found[-1].append((batch, range(number)))
+            else:
+                found.extend([(batch, rows)] for rows in consecutive(number, self.size))
+            last = number
+        return found
+
+    def _micro_batch(self, parts: Sequence[Part]) -> TrainerBatch:
+        """The samples of all parts, whose batches have equally many, in one batch."""
+        batch, rows = parts[0]
+        if all(one is batch for one, _ in parts):
+            rows = [row for _, some in parts for row in some]
+            inputs, number = self._rows(batch.inputs, rows), len(rows)
+        else:
+            several = [self._rows(one.inputs, some) for one, some in parts]
+            inputs, number = self._together(several), sum(map(self.num_samples, several))
+        share = number / self.num_samples(batch.inputs)
         weight = {1.0: 1.0, 0.5: share, 2.0: 1 / share}[self.factor]
-        return batch._replace(inputs=self._rows(batch.inputs, rows), divisor=batch.divisor / share, weight=weight)
+        return batch._replace(inputs=inputs, divisor=batch.divisor / share, weight=weight)
+
+    def _together(self, several: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The rows of several inputs; of pairs, all first parts before all second ones."""
+        numbers = list(map(self.num_samples, several))
+        joined = copy.copy(several[0])
+        for name, _ in columns(several[0]):
+            padding = self.pad_token if name == "input_ids" else _PADDING.get(name, 0)
+            tensors = _of_one_length([one[name] for one in several], padding)
+            firsts = [one[:number] for one, number in zip(tensors, numbers, strict=True)]
+            seconds = [one[number:] for one, number in zip(tensors, numbers, strict=True)]
+            joined[name] = torch.cat([*firsts, *seconds])  # pyright: ignore[reportIndexIssue]  # as above
+        return joined
 
     def _rows(self, inputs: Mapping[str, Any], rows: Sequence[int]) -> Mapping[str, Any]:
         num_samples = self.num_samples(inputs)
@@ -135,14 +204,16 @@ class TrainerBatches(Slices):
 
         return map_columns(inputs, entries, lengths={num_samples, num_samples * self._rows_per_sample})
 
-    def _by_labels(self, inputs: Mapping[str, Any]) -> list[int]:
-        """The numbers of all samples: first the one with the most labels, then one with the fewest but some."""
-        every = list(range(self.num_samples(inputs)))
-        if (valid := _valid_labels(inputs)) is None or len(valid) != len(every):
+    def _by_labels(self, batches: Sequence[TrainerBatch]) -> list[tuple[TrainerBatch, int]]:
+        """All samples: first the one with the most labels, then one with the fewest but some."""
+        every = [(batch, number) for batch in batches for number in range(self.num_samples(batch.inputs))]
+        valid = [_valid_labels(batch.inputs) for batch in batches]
+        if sum(0 if one is None else len(one) for one in valid) != len(every):
             return every
-        counts = valid.sum(dim=1).tolist()
-        first, *others = sorted(every, key=lambda number: -counts[number])
-        return [first, *sorted(others, key=lambda number: (counts[number] == 0, counts[number]))]
+        counts = [count for one in valid if one is not None for count in one.sum(dim=1).tolist()]
+        first, *others = sorted(range(len(every)), key=lambda index: -counts[index])
+        order = [first, *sorted(others, key=lambda index: (counts[index] == 0, counts[index]))]
+        return [every[index] for index in order]
 
 
 def _valid_labels(inputs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -152,13 +223,22 @@ def _valid_labels(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     return labels != IGNORED if is_known else None
 
 
-def _with_other_labels(inputs: Mapping[str, Any], one: int, other: int) -> Mapping[str, Any]:
-    """The inputs, in which ``other`` has fewer labels than ``one`` if labels are ignored somewhere."""
-    valid = _valid_labels(inputs)
-    if valid is None or bool(valid.all()) or max(one, other) >= len(valid) or valid[one].sum() != valid[other].sum():
-        return inputs
-    labels, places = inputs["labels"].clone(), valid[other].nonzero().flatten()
+def _with_other_labels(batch: TrainerBatch, other: int, of_one: TrainerBatch, one: int) -> TrainerBatch:
+    """The batch, in which ``other`` has fewer labels than sample ``one`` if labels are ignored somewhere."""
+    valid, of_first = _valid_labels(batch.inputs), _valid_labels(of_one.inputs)
+    if valid is None or of_first is None or other >= len(valid) or one >= len(of_first):
+        return batch
+    is_ignored_somewhere = not (valid.all() and of_first.all())
+    if not is_ignored_somewhere or valid[other].sum() != of_first[one].sum():
+        return batch
+    labels, places = batch.inputs["labels"].clone(), valid[other].nonzero().flatten()
     labels[other, places[: len(places) // 2]] = IGNORED
-    changed = copy.copy(inputs)
+    changed = copy.copy(batch.inputs)
     changed["labels"] = labels  # pyright: ignore[reportIndexIssue]  # a dict or one of transformers' own
-    return changed
+    return batch._replace(inputs=changed)
+
+
+def _of_one_length(tensors: Sequence[torch.Tensor], padding: int) -> list[torch.Tensor]:
+    """The tensors [rows, tokens] padded at the end to the longest one; those [rows] as they are."""
+    longest = max(one.shape[-1] for one in tensors)
+    return [one if one.ndim == 1 else pad(one, (0, longest - one.shape[-1]), value=padding) for one in tensors]

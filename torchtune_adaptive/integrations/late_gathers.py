@@ -152,7 +152,7 @@ class LateGathers:
             "pad_across_processes": pad_alone,
         }
         try:
-            with with_methods(accelerator, **methods):
+            with with_attributes(accelerator, **methods):
                 yield
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
             if LateValue.__name__ in str(error):  # code that is not torch's cannot use it
@@ -213,7 +213,7 @@ class LateGathers:
     def _as_metric(self, own: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
         """Without the samples that fill up the last batch of an epoch, as the accelerator sees it."""
         gathered = _concatenated(own, parts)
-        with with_methods(self._accelerator, gather=lambda _: gathered):
+        with with_attributes(self._accelerator, gather=lambda _: gathered):
             return self._accelerator.gather_for_metrics(gathered)
 
 
@@ -229,13 +229,13 @@ def _reduced(reduction: str, own: torch.Tensor, parts: list[torch.Tensor]) -> to
 
 
 @contextmanager
-def with_methods(owner: Any, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Context: ``owner`` has these methods instead of its own."""
-    before = {name: vars(owner)[name] for name in methods if name in vars(owner)}
-    vars(owner).update(methods)
+def with_attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Context: ``owner`` has these attributes or methods instead of its own."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
     try:
         yield
     finally:
-        for name in methods:
+        for name in values:
             del vars(owner)[name]
         vars(owner).update(before)

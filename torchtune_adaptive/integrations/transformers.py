@@ -11,10 +11,11 @@ of an optimizer step are run in smaller parts, all of them together after its la
 import copy
 import importlib
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -25,13 +26,18 @@ from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent
 from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.engine.search.fastest_step import find_fastest
+from torchtune_adaptive.engine.search.strategies import SearchResult
+from torchtune_adaptive.errors import CannotCutError, InputError, NothingFitsError, require_one_of
 from torchtune_adaptive.integrations.batches import TrainerBatch, TrainerBatches
+from torchtune_adaptive.integrations.checkpointing import Checkpointing, alternatives
 from torchtune_adaptive.integrations.known_trainers import check_parameters, samples_are_pairs, why_refused
-from torchtune_adaptive.integrations.late_gathers import LateGathers, with_methods
+from torchtune_adaptive.integrations.late_gathers import LateGathers, with_attributes
 from torchtune_adaptive.integrations.worst_batches import worst_batches
+from torchtune_adaptive.text import count_text
 
 log = logging.getLogger(__name__)
+_MOST_HALVINGS = 4  # of a size that fits, which are timed
 _Trainer: Any = object  # the class whose methods the mixin calls
 
 
@@ -39,10 +45,13 @@ class AdaptiveTrainerMixin(_Trainer):
     """Runs each optimizer step in micro-batches that fit, and again in smaller ones if memory runs out.
 
     Args:
-        micro_batch_size: samples per micro-batch, the same on every rank. None: as many as fit, at most
-            ``per_device_train_batch_size``; a search before the first step finds out.
+        micro_batch_size: samples per micro-batch, the same on every rank. None: as many as fit, at most those of an
+            optimizer step; a search before the first step finds out. A micro-batch has samples of several batches only
+            if a trial shows that this changes no more than rounding.
         memory_limit: memory that this rank may use, in bytes or as text such as "80GiB". None: what the device has. A
             CPU needs one for a search.
+        speed: "auto": among the sizes that fit, with gradient checkpointing as it is, without, and in some or all
+            layers, take what trains fastest, by the steps of the first batches. None: take the largest that fits.
     Raises:
         InputError: the trainer, or one of its arguments, does not allow recovery.
     """
@@ -53,15 +62,30 @@ class AdaptiveTrainerMixin(_Trainer):
     """Attributes that a forward pass changes. They are restored before it runs again."""
 
     def __init__(
-        self, *args: Any, micro_batch_size: int | None = None, memory_limit: int | str | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        micro_batch_size: int | None = None,
+        memory_limit: int | str | None = None,
+        speed: Literal["auto"] | None = None,
+        **kwargs: Any,
     ) -> None:
         are_pairs = samples_are_pairs(type(self))
         super().__init__(*args, **kwargs)
         if reason := why_refused(self):
             raise InputError(reason)
+        if speed is not None:
+            require_one_of("speed", speed, ("auto",))
+            if micro_batch_size is not None:
+                raise InputError(
+                    f"`speed` chooses the micro-batch itself: leave `micro_batch_size` {micro_batch_size} out."
+                )
+        self._speed = speed
+        self._restore_checkpointing: Callable[[], object] = lambda: None
         self._micro_batch_size = micro_batch_size  # None: each training searches
         size = self.args.per_device_train_batch_size if micro_batch_size is None else micro_batch_size
         self._batches = TrainerBatches(size, rows_per_sample=2 if are_pairs else 1)
+        tokens = getattr(self.processing_class, "pad_token_id", None), getattr(self.model.config, "pad_token_id", None)
+        self._batches.pad_token = next((one for one in tokens if one is not None), 0)
         self._memory_limit = memory_limit
         self._held: list[TrainerBatch] = []
         self._recoverable: RecoverableStep[Any] | None = None
@@ -88,6 +112,7 @@ class AdaptiveTrainerMixin(_Trainer):
         try:
             return super().train(*args, **kwargs)
         finally:
+            self._restore_checkpointing()
             if self._recoverable is not None:
                 self._recoverable.close()
                 self._recoverable = None
@@ -107,12 +132,8 @@ class AdaptiveTrainerMixin(_Trainer):
         batches, self._held = self._held, []
         counters = (*self.counters, "_held_logs")
         self._counted = {name: copy.deepcopy(getattr(self, name)) for name in counters if hasattr(self, name)}
-        divisor = self.current_gradient_accumulation_steps
-        try:
-            self._recoverable = self._recoverable or self._make_step(model, batches)
-            loss = self._recoverable(batches)
-        finally:
-            self.current_gradient_accumulation_steps = divisor
+        self._recoverable = self._recoverable or self._make_step(model, batches)
+        loss = self._recoverable(batches)
         self.__dict__.update(self._gathers.finish({name: getattr(self, name) for name in self._counted}))
         logs, self._held_logs = self._held_logs, []
         for positional, named in logs:
@@ -134,8 +155,14 @@ class AdaptiveTrainerMixin(_Trainer):
         check_parameters(model)
         size = self._micro_batch_size or self.args.per_device_train_batch_size  # which may have changed
         self._batches.size = self._batches.whole_size = size
-        if self._micro_batch_size is None:
+        searches = self._micro_batch_size is None and self._can_search()
+        is_larger = searches or size > self.args.per_device_train_batch_size
+        self._batches.joins = is_larger and self._can_join(model, batches)
+        if searches:
             self._search(model, batches)
+        return self._recoverable_step(model)
+
+    def _recoverable_step(self, model: nn.Module) -> RecoverableStep[Any]:
         return RecoverableStep(
             model if isinstance(model, DistributedDataParallel) else self._with_reference(model),
             partial(self._micro_step, model),
@@ -148,6 +175,22 @@ class AdaptiveTrainerMixin(_Trainer):
             memory_limit=self._memory_limit,
         )
 
+    def _can_join(self, model: nn.Module, batches: list[TrainerBatch]) -> bool:
+        """Whether samples of several batches, padded to one length, train as in batches of their own. A collective."""
+        can = torch.tensor([self._batches.can_be_joined(batches)], device=self.args.device)
+        if not self.accelerator.gather(can).all():
+            return False
+        self._batches.joins = True
+        step = self._recoverable_step(model)
+        try:
+            step.dry_run(batches)
+        except CannotCutError as error:
+            log.info("A micro-batch has samples of one batch only. %s", error)
+            return False
+        finally:
+            step.close()
+        return True
+
     def _with_reference(self, model: nn.Module) -> nn.Module:
         """``model``, together with the reference model of DPO if there is one."""
         reference = getattr(self, "ref_model", None)
@@ -159,8 +202,8 @@ class AdaptiveTrainerMixin(_Trainer):
         return self.args.gradient_accumulation_steps > 1 and not reduces_each
 
     def _micro_step(self, model: nn.Module, micro_batch: TrainerBatch) -> torch.Tensor:
-        self.current_gradient_accumulation_steps = micro_batch.divisor
-        with self._gathers.collected(), with_methods(self, log=self._hold_log), self._scaled_by(micro_batch.weight):
+        own = {"log": self._hold_log, "current_gradient_accumulation_steps": micro_batch.divisor}
+        with self._gathers.collected(), with_attributes(self, **own), self._scaled_by(micro_batch.weight):
             loss = super().training_step(model, micro_batch.inputs, micro_batch.num_items)
         return loss if micro_batch.weight == 1 else loss * micro_batch.weight
 
@@ -181,7 +224,7 @@ class AdaptiveTrainerMixin(_Trainer):
             is_scaled = True
             backward(loss * weight, *args, **kwargs)
 
-        with with_methods(self.accelerator, backward=scaled):
+        with with_attributes(self.accelerator, backward=scaled):
             yield
         if not is_scaled:
             raise InputError(
@@ -194,46 +237,101 @@ class AdaptiveTrainerMixin(_Trainer):
         self._gathers.clear()
         self.__dict__.update(copy.deepcopy(self._counted))
 
+    def _can_search(self) -> bool:
+        if self.args.device.type == "cuda" or self._memory_limit is not None:
+            return True
+        if self._speed is not None:
+            raise InputError(f"`speed` needs `memory_limit` on a {self.args.device.type}.")
+        log.info(
+            "The micro-batch is `per_device_train_batch_size` (%d): a %s needs `memory_limit` for a search.",
+            self._batches.size,
+            self.args.device.type,
+        )
+        return False
+
     def _search(self, model: Any, batches: list[TrainerBatch]) -> None:
         """Find the micro-batch size. It leaves no trace in the trainer. A collective."""
-        if self.args.device.type != "cuda" and self._memory_limit is None:
-            log.info(
-                "The micro-batch is `per_device_train_batch_size` (%d): a %s needs `memory_limit` for a search.",
-                self._batches.size,
-                self.args.device.type,
-            )
-            return
         model = model.module if isinstance(model, DistributedDataParallel) else model  # whose reducer cannot be reset
-        reduces_once = self._reduces_once() and hasattr(model, "set_requires_gradient_sync")
-
-        def train_step(worst: list[TrainerBatch]) -> None:
-            for batch in worst:
-                model.zero_grad()
-                for is_last in (False, True):  # the second micro-step needs more memory: gradients exist
-                    if reduces_once:
-                        model.set_requires_gradient_sync(is_last)
-                    self._micro_step(model, batch)
-            self.optimizer.optimizer.step()
-            self._release()
-
+        self._batches.size = max(self._batches.size, self._batches.num_to_try(batches))
         loader = self.callback_handler.train_dataloader
         shows_progress = self.is_local_process_zero() and not self.args.disable_tqdm
         worst, most = worst_batches(loader, batches, self._batches, shows_progress=shows_progress)
         of_ranks = self.accelerator.gather(torch.tensor([[len(worst), most]], device=self.args.device))
         num_batches, most = of_ranks.amax(dim=0).tolist()  # every rank runs as many micro-steps
-        try:
-            found = find_max_batch_size(
-                train_step,
-                lambda num_samples: worst.of(num_samples, num_batches),
-                model=self._with_reference(model),
-                optimizer=self.optimizer.optimizer,
-                max_batch_size=most,
-                memory_limit=self._memory_limit,
-            )
-        finally:
-            self._release()
-        self._batches.size = self._batches.whole_size = found.batch_size
-        log.info("The micro-batch has %d samples: %s", found.batch_size, found)
+
+        def step_of_worst(batches: list[TrainerBatch]) -> None:
+            for batch in batches:
+                self._whole_step(model, [batch, batch])  # the second needs more memory: gradients exist
+
+        def largest() -> SearchResult:
+            try:
+                return find_max_batch_size(
+                    step_of_worst,
+                    lambda num_samples: worst.of(num_samples, num_batches),
+                    model=self._with_reference(model),
+                    optimizer=self.optimizer.optimizer,
+                    max_batch_size=most,
+                    memory_limit=self._memory_limit,
+                )
+            finally:
+                self._release()
+
+        found = largest()
+        size = self._batches.rounded_down(found.batch_size, batches)
+        log.info("The micro-batch has %d samples: %s", size, found)
+        if self._speed is not None:
+            size = self._fastest_size(model, batches, found, largest)
+        self._batches.size = self._batches.whole_size = size
+
+    def _fastest_size(
+        self, model: Any, batches: list[TrainerBatch], found: SearchResult, largest: Callable[[], SearchResult]
+    ) -> int:
+        """Switch gradient checkpointing to what is fastest, and return the fastest size. A collective."""
+        choices: dict[str, tuple[Checkpointing, int]] = {}
+        ways = alternatives(model)
+        self._restore_checkpointing = ways[0].switch
+        for number, checkpointing in enumerate(ways):
+            if checkpointing.needs_less and found.exact_batch_size == found.bound:
+                continue
+            checkpointing.switch()
+            with suppress(NothingFitsError):
+                found = largest() if number else found
+                own, most = self.args.per_device_train_batch_size, found.batch_size
+                sizes = [own] if own <= most else []  # the trainer's own is the simplest
+                sizes += [self._batches.rounded_down(most // 2**times, batches) for times in range(_MOST_HALVINGS)]
+                for size in dict.fromkeys(filter(None, sizes)):
+                    choices[f"{count_text(size, 'sample')}, {checkpointing.words}"] = checkpointing, size
+
+        def step_of(choice: tuple[Checkpointing, int], given: list[TrainerBatch]) -> torch.Tensor:
+            checkpointing, self._batches.size = choice
+            checkpointing.switch()
+            return self._whole_step(model, self._batches.cut(given))
+
+        fastest = find_fastest(
+            {name: partial(step_of, choice) for name, choice in choices.items()},
+            [batches],
+            model=self._with_reference(model),
+            optimizer=self.optimizer.optimizer,
+            memory_limit=self._memory_limit,
+            tolerance=math.inf,  # dropout draws other numbers; the trial of a step compares losses and gradients
+        )
+        log.info("The fastest is %s:\n%s", fastest.name, fastest)
+        checkpointing, size = choices[fastest.name]
+        checkpointing.switch()
+        return size
+
+    def _whole_step(self, model: Any, micro_batches: Sequence[TrainerBatch]) -> torch.Tensor:
+        """An optimizer step without recovery and without a trace in the trainer; the sum of its losses."""
+        reduces_once = self._reduces_once() and hasattr(model, "set_requires_gradient_sync")
+        model.zero_grad()
+        loss = torch.zeros((), device=self.args.device)
+        for number, batch in enumerate(micro_batches, start=1):
+            if reduces_once:
+                model.set_requires_gradient_sync(number == len(micro_batches))
+            loss += self._micro_step(model, batch)
+        self.optimizer.optimizer.step()
+        self._release()
+        return loss
 
     def _on_event(self, event: MemoryEvent) -> None:
         """Log ``event``, and pass it to the callbacks that have a method for it."""
