@@ -9,6 +9,7 @@ from torchtune_adaptive.fastest.changes import KINDS, questions_of
 
 FULL, LORA = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_single_device"
 CHECKPOINTED = {"enable_activation_checkpointing": True}
+OFFLOADS = {"enable_activation_offloading": False, "device": "cuda"}
 SELECTIVE = {"enable_activation_checkpointing": False, "ac_mode": "selective", "ac_option": 2}
 
 
@@ -30,6 +31,8 @@ def asked(recipe: str, *, ranks: int = 1, kinds: tuple[str, ...] = KINDS, **keys
         (LORA, CHECKPOINTED, ["no checkpointing"]),
         (LORA, CHECKPOINTED | {"enable_activation_offloading": True}, ["no checkpointing", "no offloading"]),
         (LORA, {}, ["all layers checkpointed"]),
+        (LORA, CHECKPOINTED | OFFLOADS, ["no checkpointing", "all layers checkpointed, activations offloaded"]),
+        (LORA, CHECKPOINTED | OFFLOADS | {"device": "cpu"}, ["no checkpointing"]),
     ],
 )
 def test_less_checkpointing_is_asked_for_first_and_only_what_the_recipe_reads(

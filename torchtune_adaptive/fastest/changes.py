@@ -75,6 +75,9 @@ def _checkpointing(cfg: DictConfig, recipe: str) -> Iterator[Change]:
         yield Change("no offloading", stays)
     if not is_whole:
         yield Change("all layers checkpointed", {"enable_activation_checkpointing": True} | off, "less")
+    if "enable_activation_offloading" in cfg and not offloads and cfg.get("device") == "cuda":
+        whole = {"enable_activation_checkpointing": True, "enable_activation_offloading": True}
+        yield Change("all layers checkpointed, activations offloaded", whole | off, "less")
 
 
 def _compiling(cfg: DictConfig) -> Iterator[Change]:
