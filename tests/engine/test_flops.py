@@ -1,4 +1,4 @@
-"""Operations are counted as the usual formula has them, whatever is computed again, and peaks are found by a card's name."""
+"""Operations are counted as the usual formula has them, whatever is computed again. A card's name tells its peak."""
 
 from collections.abc import Callable
 from typing import Any

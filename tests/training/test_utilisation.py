@@ -1,4 +1,4 @@
-"""Operations are counted once, in the first micro-step that succeeds, and a run logs what they are of the card's peak."""
+"""The operations of the first micro-step that succeeds are counted, and a run logs what they are of the card's peak."""
 
 from pathlib import Path
 from typing import Any

@@ -59,8 +59,8 @@ class MatrixProducts(OperationMode):
 def _is_recomputing() -> bool:
     """Whether activation checkpointing computes a forward pass again: it alone stores tensors in a backward pass."""
     in_backward = torch._C._current_graph_task_id() >= 0
-    stores = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or torch.is_grad_enabled()
-    return in_backward and stores
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    return in_backward and (hooks is not None or torch.is_grad_enabled())
 
 
 def _flops(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:

@@ -36,8 +36,8 @@ from torchtune_adaptive.training.sizes import SizeFinder, Sizes
 from torchtune_adaptive.training.start import StartingPoint, starting_point
 from torchtune_adaptive.training.step_log import StepLog
 from torchtune_adaptive.training.train_step import TrainStep
-from torchtune_adaptive.training.utilisation import Utilisation
 from torchtune_adaptive.training.trainer import Trainer
+from torchtune_adaptive.training.utilisation import Utilisation
 
 log = utils.get_logger("DEBUG")
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from torchtune_adaptive.engine.flops import MatrixProducts, peak_flops
 from torchtune_adaptive.training.batch.micro_batches import MicroBatch, MicroBatcher
 from torchtune_adaptive.training.objectives import Loss

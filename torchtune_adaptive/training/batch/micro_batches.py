@@ -190,7 +190,7 @@ class MicroBatcher:
         self.step_tokens = (self.step_tokens[0] + own, self.step_tokens[1] + padded)
         return [[rows[index] for index in one] or [self.row_format.masked(self.dataset[0])] for one in cuts]
 
-    def _lengths(self, rows: list[Row]) -> list[int]:
+    def _lengths(self, rows: Sequence[Row]) -> list[int]:
         return [self.row_format.padded_tokens(row) for row in rows]
 
 
