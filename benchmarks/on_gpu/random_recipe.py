@@ -1,7 +1,6 @@
 """Adaptive and stock recipes with random weights and random rows, which need no files and no hub."""
 
 import gc
-import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -124,12 +123,6 @@ def let_go(recipe: Any) -> None:
     vars(recipe).clear()
     gc.collect()
     free_memory(device)
-
-
-def compute_alike() -> None:
-    """Have the same operations give the same bits each time. Attention's gradients on a GPU do not by default."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True)
 
 
 def start_group(stage: Stage) -> None:

@@ -5,16 +5,17 @@ pass, then before a backward pass. Then trains again without it, with the result
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from benchmarks.on_gpu.observed import Observed
-from benchmarks.on_gpu.random_recipe import compute_alike, events_of, let_go, live_random_recipe, logged, random_config
-from benchmarks.on_gpu.stage import Section, Stage
+from benchmarks.on_gpu.random_recipe import events_of, let_go, live_random_recipe, logged, random_config
+from benchmarks.on_gpu.stage import Section, Stage, compute_alike
 from benchmarks.on_gpu.staged import stage_collectives
 from tests.support.recipe_runs import local_parameters, same_bits
 from torchtune_adaptive.testing import ballast
@@ -73,7 +74,11 @@ class Resized(Observed):
         super().before_step(number)
 
 
-def _recipe(stage: Stage, watch: Observed) -> Any:
+Shard = Callable[[nn.Module], None] | None  # gets the sharded model before it computes
+
+
+def random_recipe(stage: Stage, watch: Observed, *, shard: Shard) -> Any:
+    """A recipe on this rank, ready to train. A collective."""
     settings = {"memory_limit": stage.rank_limit_bytes}
     model: dict[str, Any] = {"model": stage.rank_model} if stage.rank_model else {}
     cfg = random_config(
@@ -87,12 +92,12 @@ def _recipe(stage: Stage, watch: Observed) -> Any:
         adaptive=settings,
         **model,
     )
-    return live_random_recipe(cfg, watch=watch, shard=stage_collectives)
+    return live_random_recipe(cfg, watch=watch, shard=shard)
 
 
-def _train(stage: Stage) -> dict[str, Any]:
+def _train(stage: Stage, shard: Shard) -> dict[str, Any]:
     crowded = Crowded()
-    recipe = _recipe(stage, crowded)
+    recipe = random_recipe(stage, crowded, shard=shard)
     steps, trainer = logged(recipe), recipe.trainer
     recipe.train()
     events = events_of(recipe)
@@ -102,7 +107,7 @@ def _train(stage: Stage) -> dict[str, Any]:
     del trainer
     let_go(recipe)
     resized = Resized(micro_batches)
-    recipe = _recipe(stage, resized)
+    recipe = random_recipe(stage, resized, shard=shard)
     recipe.train()
     return {
         "ranks": dist.get_world_size(),
@@ -124,14 +129,20 @@ def _micro_batches_by_step(steps: list[dict[str, float]]) -> dict[int, int]:
     return box[0]
 
 
+def seen_by_all(stage: Stage, *, shard: Shard) -> dict[str, Any]:
+    """What this rank has measured, but whether parameters are equal on all ranks. A collective."""
+    found = _train(stage, shard)
+    same = [False] * dist.get_world_size()
+    dist.all_gather_object(same, found["same_parameters"])
+    return found | {"same_parameters": all(same)}
+
+
 def measure(stage: Stage) -> Iterator[list[Section]]:
     """Train, and yield what rank 0 has measured, only on rank 0."""
     compute_alike()
     dist.init_process_group("gloo")
     os.environ["LOCAL_RANK"] = "0"  # all ranks are on the first device
-    found = _train(stage)
-    same = [False] * dist.get_world_size()
-    dist.all_gather_object(same, found["same_parameters"])
+    found = seen_by_all(stage, shard=stage_collectives)
     if dist.get_rank() == 0:
-        yield [Section(title="", header=[], rows=[], text=[], data=[found | {"same_parameters": all(same)}])]
+        yield [Section(title="", header=[], rows=[], text=[], data=[found])]
     dist.barrier()

@@ -17,17 +17,10 @@ HEADER += [f"step {step} (OOM), s" for step in (FORWARD_STEP, BACKWARD_STEP)] + 
 
 def measure(stage: Stage) -> Iterator[list[Section]]:
     """Launch the ranks of each world size, one launch after the other."""
-    cells: list[list[str]] = []
+    rows: list[list[str]] = []
     data: list[dict[str, Any]] = []
-    text = [
-        f"Full finetuning, {BATCH_SIZE} rows per rank of {stage.seq_len} random tokens, ranks of"
-        f" {stage.limit_text(stage.rank_limit_bytes)} on one device, FSDP2's collectives staged through gloo on the"
-        f" host. Before step {FORWARD_STEP} a tensor takes memory on rank 1 until its forward no longer fits, before"
-        f" the backward of step {BACKWARD_STEP} one on rank 0; both go at the epoch's end, after step {STEPS}. *Equal*:"
-        " bit for bit with a run that has nothing in the way and has these micro-batches set, whose times are in the"
-        " last column; all with deterministic algorithms.",
-    ]
-    section = Section(title="Out of memory on one of several ranks", header=HEADER, rows=cells, text=text, data=data)
+    text = [about(stage) + " FSDP2's collectives are staged through gloo on the host."]
+    section = Section(title="Out of memory on one of several ranks", header=HEADER, rows=rows, text=text, data=data)
     failed: list[int] = []
     for world_size in _WORLD_SIZES:
         output = stage.directory / f"ranks_{world_size}.json"
@@ -46,14 +39,26 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
             continue
         (seen,) = json.loads(output.read_text())[0]["data"]
         data.append(seen)
-        cells.append(_cells(seen, has_values=stage.has_values))
+        rows.append(cells(seen, has_values=stage.has_values))
         text += [f"{world_size} ranks: {event}." for event in seen["events"]]
         yield [section]
     if failed:
         raise SystemExit(f"launches of {failed} ranks failed")
 
 
-def _cells(seen: dict[str, Any], *, has_values: bool) -> list[str]:
+def about(stage: Stage) -> str:
+    """What the ranks do."""
+    return (
+        f"Full finetuning, {BATCH_SIZE} rows per rank of {stage.seq_len} random tokens, ranks of"
+        f" {stage.limit_text(stage.rank_limit_bytes)} on one device. Before step {FORWARD_STEP} a tensor takes memory"
+        f" on rank 1 until its forward no longer fits, before the backward of step {BACKWARD_STEP} one on rank 0; both"
+        f" go at the epoch's end, after step {STEPS}. *Equal*: bit for bit with a run that has nothing in the way and"
+        " has these micro-batches set, whose times are in the last column; all with deterministic algorithms."
+    )
+
+
+def cells(seen: dict[str, Any], *, has_values: bool) -> list[str]:
+    """The cells below ``HEADER``."""
     seconds, resized = seen["seconds"], seen["resized_seconds"]
     failed = [seconds[step - 1] for step in (FORWARD_STEP, BACKWARD_STEP)]
     equals = (seen["losses"] == seen["resized_losses"], seen["same_parameters"])

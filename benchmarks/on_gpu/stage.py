@@ -27,6 +27,12 @@ def has_values(device: torch.device) -> bool:
     return not is_simulated(device) or os.environ.get("SIMULATED_VALUES") == "1"
 
 
+def compute_alike() -> None:
+    """Have the same operations give the same bits each time. Attention's gradients on a GPU do not by default."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """A table of a part's results, with the sentences that it needs, and its figures for a program to read."""

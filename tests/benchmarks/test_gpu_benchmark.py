@@ -1,14 +1,19 @@
 """The measurements for a GPU, as far as they can be tested without one."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from benchmarks import gpu
-from benchmarks.on_gpu import recovery
+from benchmarks.on_gpu import nccl, recovery
+from benchmarks.on_gpu.nccl import group, launch, torchrun
+from benchmarks.on_gpu.nccl import recovery as recovery_by_phase
 from benchmarks.on_gpu.random_recipe import live_random_recipe, logged, random_config
 from benchmarks.on_gpu.stage import Section, Stage, stage_for
 from benchmarks.on_gpu.staged import stage_collectives
@@ -100,6 +105,104 @@ def test_ranks_that_fail_or_have_no_time_left_are_named(
     ]
     with pytest.raises(SystemExit, match=r"\[2, 4\]"):
         next(seen)
+
+
+# ---- ranks that share one card
+
+
+def _measured(rank: int, directory: Path) -> dict[str, list[list[str]]]:
+    """The rows that rank 0 has measured, by sub-part. Recovery with two kinds of training, and a few of the faults."""
+    trainees = {name: make for name, make in recovery_by_phase.trainees(2).items() if name in ("FSDP2", "DDP")}
+    started, chosen = mock.patch.object(group, "start"), mock.patch.object(recovery_by_phase, "trainees")
+    found: dict[str, list[list[str]]] = {}
+    with started, chosen as choose:
+        choose.return_value = trainees
+        for module, seconds in {"collectives": 60.0, "search": 60.0, "recovery": 60.0, "faults": 10.5}.items():
+            stage = stage_for(directory, seconds=seconds)
+            for (section,) in import_module(f"benchmarks.on_gpu.nccl.{module}").measure(stage):
+                found[module] = section.rows
+    return found
+
+
+@pytest.mark.processes
+def test_ranks_that_share_a_device_search_and_recover_bit_for_bit(tmp_path: Path) -> None:
+    found, of_the_peer = run_on_ranks(_measured, 2, tmp_path)
+    assert of_the_peer == {}
+    assert all(row[3].startswith("0 of ") for row in found["collectives"])
+    assert [row[2:4] for row in found["search"]] == [["210, 210", "not tried"], ["210, 210", "does not fit"]]
+    assert all(row[-1].startswith("0 of ") for row in found["search"])
+    assert [row[2] for row in found["recovery"]] == ["forward", "loss", "backward"] * 2
+    for row in found["recovery"]:
+        assert row[3].startswith(f"(1,) in {row[2]}: OutOfMemoryError")
+        assert row[4] == "1 1"
+        assert row[5].startswith("0 of ")
+        assert row[6] == "0"
+    (faults,) = found["faults"]
+    assert faults[4] == faults[5] != "0"
+    assert faults[6:8] == ["0", "0"]
+
+
+def test_a_rank_that_fails_ends_its_launch_with_what_it_has_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "_GRACE_S", 0.2)
+    printed = "echo starting; echo 'NCCL WARN Duplicate GPU detected'; echo more; exit 3"
+    commands = [["/bin/sh", "-c", printed], ["sleep", "100"]]
+    ended = launch.run(commands, [{}, {}], tmp_path, seconds=60.0)
+    assert ended.ended == "process 0 ended with status 3; process 1 had to be stopped after 0 s"
+    assert ended.last_words == ["process 0: NCCL WARN Duplicate GPU detected", "process 1: it printed nothing"]
+    assert ended.statuses == [3, None]
+    assert ended.seconds < 10
+
+
+@pytest.mark.parametrize("works", ["at once", "with care", "never"])
+def test_nccl_is_tried_with_other_settings_before_the_other_sub_parts(
+    works: str, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[str, bool]] = []
+
+    def run_ranks(_: Stage, module: str, ranks: int, *, seconds: float, settings: Mapping[str, str]) -> launch.Launch:
+        is_careful = "NCCL_CUMEM_ENABLE" in settings
+        launched.append((module, is_careful))
+        fails = works == "never" or (works == "with care" and not is_careful)
+        if fails:
+            return launch.Launch(ended="process 0 ended with status 1", seconds=1.0, last_words=["NCCL WARN"])
+        return launch.Launch(ended="done", seconds=1.0)
+
+    monkeypatch.setattr(Stage, "is_rehearsal", False)
+    monkeypatch.setattr(nccl, "run_ranks", run_ranks)
+    monkeypatch.setattr(nccl, "SUB_PARTS", nccl.SUB_PARTS[:2])
+    seen: list[Section] = []
+    try:
+        for sections in nccl.measure(stage):
+            seen = sections
+    except SystemExit:
+        assert works == "never"
+    careful = works != "at once"
+    firsts = [("collectives", False), *([("collectives", True)] if careful else [])]
+    assert launched == firsts + ([] if works == "never" else [("search", careful), ("recovery", careful)])
+    assert ("collectives, 2 ranks, NCCL WARN." in seen[0].text) == careful
+    assert [row[2] for row in seen[0].rows][-1] == ("process 0 ended with status 1" if works == "never" else "done")
+
+
+@pytest.mark.parametrize("code", ["-9", "1"])
+def test_a_killed_rank_must_be_named_by_the_launcher(code: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = "  rank      : {} (local_rank: {})\n  exitcode  : {} (pid: 8)\n"
+    log = report.format(0, 0, 1) + report.format(1, 1, code)
+
+    def run(*_: Any, **__: Any) -> launch.Launch:
+        (stage.directory / "killed" / torchrun.KILLED_AT).write_text(str(time.time() - 2.0))
+        return launch.Launch(ended="process 0 ended with status 1", seconds=3.0, logs=[log], statuses=[1])
+
+    monkeypatch.setattr(torchrun, "run", run)
+    ended = torchrun.launch_killed(stage, 2, seconds=60.0, settings={})
+    assert (ended.ended == "done") == (code == "-9")
+    ((row,),) = (section.rows for section in ended.sections)
+    assert 2.0 <= float(row[2]) < 10.0
+    assert row[4] == f"rank 0, exit code 1; rank 1, exit code {code}"
+
+
+# ---- results
 
 
 def test_results_name_what_failed_and_that_no_gpu_was_measured(tmp_path: Path) -> None:
