@@ -66,6 +66,8 @@ _LISTS = {
 _ONE_BY_ONE = {"optimizer__fused": False, "optimizer__foreach": False}
 _OFFLOADING = _AC | {"enable_activation_offloading": True}
 _IN_BACKWARD = {"optimizer_in_bwd": True}
+_NOTHING = {"enable_activation_checkpointing": False}
+_IN_FOUR, _IN_TWO = (_NOTHING | {"ac_mode": "selective", "ac_option": every} for every in (4, 2))
 _1B, _3B, _8B = "llama3_2/1B_{}", "llama3_2/3B_{}", "llama3_1/8B_{}"
 
 CASES = {
@@ -92,6 +94,25 @@ CASES = {
     ),
     "8B LoRA, checkpointing": Case(
         group="checkpointing", config=_8B.format("lora"), changes=_AC, sizes=(1, 2, 4, 8, 16), limits_gib=(24, 40)
+    ),
+    # What `tune-adaptive fastest` may try.
+    "1B full, one layer in 4": Case(
+        group="fastest", config=_1B.format("full"), changes=_IN_FOUR, sizes=(1, 4), limits_gib=(24, 80)
+    ),
+    "1B full, one layer in 2": Case(
+        group="fastest", config=_1B.format("full"), changes=_IN_TWO, sizes=(1, 4), limits_gib=(24, 80)
+    ),
+    "8B full, nothing checkpointed": Case(
+        group="fastest", config=_8B.format("full"), changes=_NOTHING, sizes=(1, 2), limits_gib=(24, 80)
+    ),
+    "8B full, one layer in 4": Case(
+        group="fastest", config=_8B.format("full"), changes=_IN_FOUR, sizes=(1, 2), limits_gib=(24, 80)
+    ),
+    "8B full, one layer in 2": Case(
+        group="fastest", config=_8B.format("full"), changes=_IN_TWO, sizes=(1, 2), limits_gib=(24, 80)
+    ),
+    "8B LoRA, all layers": Case(
+        group="fastest", config=_8B.format("lora"), changes=_AC, sizes=(1, 2), limits_gib=(24, 80)
     ),
     "1B full, offloading": Case(
         group="offloading", config=_1B.format("full"), changes=_OFFLOADING, sizes=(1, 2, 4, 8, 16), limits_gib=(24,)
