@@ -52,7 +52,7 @@ class Case:
 
     config: str = "tiny/full"
     ranks: int = 1
-    samples: int = 32
+    samples: int = 16
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -1,5 +1,6 @@
 """What does a plan cost, in seconds and memory?
 
+    make .venv-integrations/stamp
     OMP_NUM_THREADS=1 python -m benchmarks.plan_cost
 
 Runs ``tune-adaptive plan`` for configs from 1B to 405B on up to 512 ranks, and by ``--hf`` for two of their models.
@@ -46,6 +47,7 @@ MODELS = {
     "Llama-3.1-70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
 }
 HEAD_DIM = 128
+WITH_TRANSFORMERS = Path(__file__).parent.parent / ".venv-integrations" / "bin" / "python"  # beside no torchtune
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def main() -> None:
         cases = [(config, ["--config", config], ranks, lengths) for config, ranks, lengths in CASES]
         cases += [(f"--hf {name}", ["--hf", _folder(Path(models), name)], 8, "2048") for name in MODELS]
         for name, options, ranks, lengths in tqdm(cases, desc="planning"):
-            command = [sys.executable, "-m", "torchtune_adaptive.cli.main", "plan", *options, "--json"]
+            python = sys.executable if "--config" in options else str(WITH_TRANSFORMERS)
+            command = [python, "-c", "from torchtune_adaptive.cli import main; main()", "plan", *options, "--json"]
             command += ["--nproc_per_node", str(ranks), "--memory", "80GiB", "--seq-len", lengths]
             with tempfile.TemporaryDirectory() as cache:
                 cold, again = (_run(command, cache) for _ in range(2))

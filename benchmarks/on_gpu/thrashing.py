@@ -1,6 +1,6 @@
 """An allocator that must free its cache in every step: how slow that is, and that it is detected and stopped."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -8,13 +8,13 @@ from unittest import mock
 import torch
 
 from benchmarks.on_gpu.observed import Observed
-from benchmarks.on_gpu.random_recipe import events_of, live_random_recipe, random_config, start_group
+from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.random_rows import SHORTEST_RISING
 from benchmarks.on_gpu.stage import Section, Stage
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 
-_ROWS, _STEPS = 4, 8  # rows of a micro-batch, steps of each phase
+_ROWS, _STEPS = 4, 16  # rows of a micro-batch, steps of each phase: as many as recovery compares
 # A GPU prepares kernels for each new length, which is not what the others show.
 PHASES = (
     "each length for the first time",
@@ -50,7 +50,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         step_ms = 1e3 * median(seen.seconds[steps][1:])
         retries = sum(map(bool, seen.retries[steps]))
         cells.append([phase, f"{step_ms:.0f}", str(retries), seen.limits[index], str(seen.ooms[index])])
-    events = events_of(recipe)
+    events = [str(event) for event in recipe.trainer.recoverable.events]
     text = [
         f"Config `{stage.lora}`, {_ROWS} rows, {_STEPS} steps a phase. In each phase rows grow from"
         f" {SHORTEST_RISING * seq_len:.0f} to {seq_len} random tokens, so that few cached blocks are large enough for"
@@ -61,11 +61,6 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     ]
     data = [{"seconds": seen.seconds, "retries": seen.retries, "events": events}]
     yield [Section(title="Thrashing", header=HEADER, rows=cells, text=text, data=data)]
-
-
-def _notices_nothing(is_thrashing: Callable[[PressureWatch], bool]) -> Callable[[PressureWatch], bool]:
-    """``is_thrashing``, but its answer is False."""
-    return lambda watch: is_thrashing(watch) and False
 
 
 class Watched(Observed):
@@ -79,7 +74,7 @@ class Watched(Observed):
         self._allocated_bytes = 0
         self._simulated = 0
         self._simulates = mock.patch.object(CpuMeter, "total_retries", property(lambda _: self._simulated))
-        self._no_watch = mock.patch.object(PressureWatch, "is_thrashing", _notices_nothing(PressureWatch.is_thrashing))
+        self._no_watch = mock.patch.object(PressureWatch, "is_thrashing", return_value=None)
 
     def begin(self, recipe: Any) -> None:
         super().begin(recipe)

@@ -190,7 +190,7 @@ class Trials:
         cuts = (batch[start : start + rows] for batch in window for start in range(0, len(batch), rows))
         runs = (partial(self.micro_step, rows) for rows in cuts)
         micro_steps = [partial(under, faults, number, run) for number, run in enumerate(runs)]
-        attempt = self.recovery.attempt(micro_steps, is_thrashing=lambda: False)
+        attempt = self.recovery.attempt(micro_steps)
         assert (attempt.result is None) == (attempt.pressure is MemoryPressure.OUT_OF_MEMORY)
         return attempt.result
 

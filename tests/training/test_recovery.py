@@ -17,7 +17,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.phases import Phases
-from torchtune_adaptive.engine.recovery import dry_run
+from torchtune_adaptive.engine.recovery import dry_run, watch
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
@@ -42,9 +42,10 @@ ROWS = rows_of(1, 3, 2, 1, 3, 2, 1, 1)
 
 
 class CachingMeter(CpuMeter):
-    """The meter of a device of 1 KiB, whose allocator has freed its cache ``retries`` times."""
+    """The meter of a device of 1 KiB, whose allocator has freed its cache ``retries`` times, and a clock."""
 
     retries = 0
+    now_ns = 0
 
     @property
     def total_retries(self) -> int:
@@ -214,43 +215,52 @@ def test_a_small_first_step_that_runs_out_of_memory_does_not_reduce_later_ones()
 # ---- slow for lack of memory
 
 
+@pytest.fixture
+def meter(monkeypatch: pytest.MonkeyPatch) -> CachingMeter:
+    """A meter, whose clock the watch reads."""
+    found = CachingMeter()
+    monkeypatch.setattr(watch, "perf_counter_ns", lambda: found.now_ns)
+    return found
+
+
 def thrashing(toy: Toy, meter: CachingMeter, *retries: int) -> None:
-    """Train one step for each of ``retries``, in which the allocator frees its cache that many times."""
+    """Train one step for each of ``retries``, in which the allocator frees its cache that many times.
+
+    A step takes a second, and one more with retries.
+    """
     for count in retries:
-        meter.retries += count
         toy.train()
+        meter.retries += count
+        meter.now_ns += 10**9 * (1 + (count > 0))
 
 
-def test_after_two_steps_with_allocator_retries_the_next_ones_are_cut_in_halves() -> None:
-    meter = CachingMeter()
+def test_after_steps_that_retries_made_slow_the_next_ones_are_cut_in_halves(meter: CachingMeter) -> None:
     toy, plain = Toy(RowLimit(4), meter=meter), Toy(RowLimit(4))
-    thrashing(toy, meter, 1, 0, 2, 1)
-    assert toy.cuts == [4] * 8  # no step is repeated
-    for _ in range(4):
+    steps = [0] * 5 + [1, 2, 1, 3, 1]
+    thrashing(toy, meter, *steps)
+    assert toy.cuts == [4, 4] * len(steps)  # no step is repeated
+    for _ in steps:
         plain.train()
     assert same_bits(list(toy.model.parameters()), list(plain.model.parameters()))
     assert toy.micro_batches.take_padding() == plain.micro_batches.take_padding()
     assert toy.micro_batches.limit == RowLimit(2)
     assert toy.recoverable.retries == 0
     assert list(map(str, toy.events)) == [
-        "micro-batch 4 -> 2 rows: in step 4 rank 0 had to free the allocator's cache in two steps in a row"
+        "micro-batch 4 -> 2 rows: in step 10 rank 0 had to free the allocator's cache, which makes steps 50.0% slower"
         " (peak 512 B, now 1.0 KiB available)"
     ]
-    thrashing(toy, meter, 1, 1)  # the old size is tried again; retries before it do not count
+    thrashing(toy, meter, *[0] * 5, 1, 1)  # the old size is tried again, after five steps; its first one is not timed
     assert toy.micro_batches.limit == RowLimit(4)
     thrashing(toy, meter, 1)
     assert toy.micro_batches.limit == RowLimit(2)
-    thrashing(toy, meter, 0, 0)  # the next trial waits for one step more
-    assert toy.cuts[-6:] == [2, 2, 2, 2, 4, 4]
 
 
-def test_single_rows_stay_although_they_are_slow_which_is_an_event_once() -> None:
-    meter = CachingMeter()
+def test_single_rows_stay_although_they_are_slow_which_is_an_event_once(meter: CachingMeter) -> None:
     toy = Toy(RowLimit(1), meter=meter)
-    thrashing(toy, meter, 1, 1, 1, 1, 1)
+    thrashing(toy, meter, *[0] * 5, *[1] * 20)
     assert toy.micro_batches.limit == RowLimit(1)
     (event,) = toy.events
-    assert str(event).startswith("micro-batch stays at a single row, although rank 0 had to free")
+    assert str(event).startswith("micro-batch stays at 1 row, although rank 0 had to free")
 
 
 # ---- measured steps
@@ -268,17 +278,3 @@ def test_a_measured_step_has_the_gradient_norm_of_its_first_half(faults: list[in
     toy.step.micro_step(MicroBatch(ROWS[:4]))
     expected = sum(p.grad.double().square().sum().item() for p in toy.model.parameters() if p.grad is not None)
     assert norm_squared == pytest.approx(expected)
-
-
-# ---- larger micro-batches again
-
-
-def test_the_steps_around_a_larger_micro_batch_are_not_thrashing() -> None:
-    """The allocator frees its cache for the new sizes."""
-    meter = CachingMeter()
-    toy = Toy(RowLimit(4), meter=meter)
-    toy.micro_batches.resize(2)
-    thrashing(toy, meter, 1)
-    toy.recoverable.backoff.next_trial = 0
-    thrashing(toy, meter, 1)
-    assert list(map(str, toy.events)) == ["micro-batch 2 -> 4 rows: fits again in step 2"]

@@ -88,8 +88,9 @@ def _memory(run: Run) -> list[str]:
 
 
 def _shortage(one: Mapping[str, Any]) -> str:
-    is_out, before, after = one["event"] == OUT_OF_MEMORY, one["before"], one["after"]
-    what = "ran out of memory" if is_out else "released the allocator's cache in two steps in a row"
+    before, after, slowdown = one["before"], one["after"], one.get("slowdown")
+    what = "ran out of memory" if one["event"] == OUT_OF_MEMORY else "freed the allocator's cache"
+    what += "" if slowdown is None else f", which makes steps {slowdown:.1%} slower,"
     change = "no change" if before == after else f"micro-batch {before} -> {after} {one['unit']}"
     return f"step {one['step']}: {ranks_text(one['ranks'])} {what} in {one['phase']} ({one['figures']}); {change}"
 

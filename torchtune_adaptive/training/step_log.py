@@ -186,6 +186,8 @@ class StepLog:
         for event in (one for one in events if one.pressure):
             names = ("step", "phase", "figures", "error", "before", "after", "unit")
             values = {name: getattr(event, name) for name in names}
+            if event.slowdown is not None:
+                values["slowdown"] = event.slowdown
             self.run_log.append(event=_MEMORY_EVENTS[event.pressure], ranks=list(event.ranks), **values)
         self.run_log.checkpoints(self.checkpoints)  # also those written in the background
 

@@ -18,9 +18,11 @@ from torchao.optim.subclass_8bit import OptimState8bit
 
 from tests.support.faults import FailsAt, same_bits
 from torchtune_adaptive.engine.distributed.snapshot import (
+    KeptBuffers,
     KeptTensors,
     RandomStates,
     UnchangedParameters,
+    buffer_places,
     keep_random_states,
     restore_on_exit,
 )
@@ -291,6 +293,31 @@ def test_changed_buffers_are_found_whatever_changed_them() -> None:
     assert [id(buffer) for buffer in kept.changed()] == [id(buffer) for buffer in (written, through_a_view, unseen)]
     kept.restore()
     assert kept.changed() == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.running_mean.add_(1),
+        lambda model: setattr(model, "running_mean", torch.full((2,), 5.0)),
+        lambda model: setattr(model.running_mean, "data", torch.full((2,), 5.0)),
+        lambda model: setattr(model, "running_mean", torch.full((4,), 5.0)),
+        lambda model: setattr(model.running_mean, "data", torch.full((4,), 5.0)),
+    ],
+    ids=["in place", "another tensor", "another storage", "another shape", "another shape of the storage"],
+)
+def test_renewed_copies_are_of_the_buffers_after_a_change_between_steps(change: Callable[[Any], Any]) -> None:
+    model = nn.BatchNorm1d(2)
+    kept = KeptBuffers(buffer_places(model))
+    change(model)
+    buffer, values = model.running_mean, [one.clone() for one in model.buffers()]
+    kept = kept.renewed()
+    for one in model.buffers():
+        one.zero_()
+    model.running_mean = torch.ones(1)
+    kept.restore()
+    assert model.running_mean is buffer
+    assert same_bits(list(model.buffers()), values)
 
 
 def test_a_wrapper_whose_own_copy_shares_its_memory_is_restored() -> None:

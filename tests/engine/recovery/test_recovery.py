@@ -104,7 +104,7 @@ def _hangs(place: int) -> bool:
         try:
             trials.attempt(trials.windows[0], ROWS, {0: Fault(place, ranks=[0])})
         except RuntimeError as error:
-            trials.consensus.begin_max(MemoryPressure.NONE, 0, 0)()  # the failed rank waits for this
+            trials.consensus.begin_max(0, 0, 0)()  # the failed rank waits for this
             return "imed out" in str(error)
     return False
 
@@ -172,7 +172,7 @@ def _fails_after_an_all_reduce(trials: Trials) -> str:
 
     micro_steps, recovery = [partial(trials.micro_step, trials.windows[0][0])], trials.recovery
     with mock.patch.object(dist, "all_reduce", failing), pytest.raises(CollectiveStateUnknownError) as raised:
-        recovery.attempt(micro_steps, is_thrashing=lambda: False)
+        recovery.attempt(micro_steps)
     return str(raised.value)
 
 
@@ -197,12 +197,12 @@ def test_an_error_within_an_all_reduce_of_hsdp_is_in_doubt(four_ranks: list[tupl
 
 
 def _pressures(rank: int) -> list[Attempt[int]]:
-    """Two attempts in which rank 1 is thrashing; in the second one, rank 0 also runs out of memory."""
+    """Two attempts with a number each; in the second one, rank 0 runs out of memory."""
     recovery = _alone(nn.Linear(4, 4))
     micro_step = _fail(torch.OutOfMemoryError("too much")) if rank == 0 else lambda: 1
     return [
-        recovery.attempt([lambda: 1], is_thrashing=lambda: rank == 1),
-        recovery.attempt([micro_step], is_thrashing=lambda: rank == 1),
+        recovery.attempt([lambda: 1], numbers=(rank, 7 - rank)),
+        recovery.attempt([micro_step], numbers=(rank, 7 - rank)),
     ]
 
 
@@ -229,17 +229,12 @@ def test_a_change_of_collectives_is_logged_once_and_an_error_then_ends_the_run(o
         assert "a fault on purpose" in error
 
 
-def test_all_ranks_know_the_worst_pressure_and_each_knows_its_own(on_two: Any) -> None:
-    none, thrashing, out_of_memory = MemoryPressure
+def test_all_ranks_know_if_one_ran_out_of_memory_and_the_largest_numbers(on_two: Any) -> None:
+    none, _, out_of_memory = MemoryPressure
+    fitted = Attempt(1, none, None, has_fitted=True, largest=[1, 7])
     assert [attempts for _, _, attempts in on_two] == [
-        [
-            Attempt(1, thrashing, none, None, has_fitted=True),
-            Attempt(None, out_of_memory, out_of_memory, "OutOfMemoryError: too much", has_fitted=True),
-        ],
-        [
-            Attempt(1, thrashing, thrashing, None, has_fitted=True),
-            Attempt(None, out_of_memory, thrashing, None, has_fitted=True),
-        ],
+        [fitted, Attempt(None, out_of_memory, "OutOfMemoryError: too much", has_fitted=True, largest=[1, 7])],
+        [fitted, Attempt(None, out_of_memory, None, has_fitted=True, largest=[1, 7])],
     ]
 
 
@@ -296,15 +291,13 @@ def test_ranks_exchange_once_in_a_step_and_twice_if_their_numbers_may_differ(
     with mock.patch.object(consensus := Consensus(), "begin_max", wraps=consensus.begin_max) as begin_max:
         recovery = _alone(nn.Linear(4, 4), consensus)
         begin_max.reset_mock()
-        asked: list[int] = []
-        attempt = recovery.attempt([lambda: 1] * micro_steps, is_thrashing=lambda: not asked.append(1), is_even=is_even)
-    assert (attempt.result, attempt.pressure, attempt.error) == (micro_steps, MemoryPressure.THRASHING, None)
+        attempt = recovery.attempt([lambda: 1] * micro_steps, numbers=(3,), is_even=is_even)
+    assert attempt == Attempt(micro_steps, has_fitted=True, largest=[3])
     assert begin_max.call_count == exchanges
-    assert len(asked) == 1  # each call counts as a step
 
 
 def test_out_of_memory_in_the_collective_library_is_named_and_ends_the_run() -> None:
     error = RuntimeError("NCCL error in: ProcessGroupNCCL.cpp, Cuda failure 2 'out of memory'")
     with pytest.raises(CollectiveStateUnknownError, match="out of memory inside a collective") as raised:
-        _alone(nn.Linear(4, 4)).attempt([_fail(error)], is_thrashing=lambda: False)
+        _alone(nn.Linear(4, 4)).attempt([_fail(error)])
     assert "Cuda failure 2" in str(raised.value)

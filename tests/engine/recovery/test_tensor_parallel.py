@@ -95,7 +95,8 @@ def _trials(rank: int, ranks: int, stride: int) -> dict[str, Any]:
             missed.append(place)
         elif not all(map(torch.equal, found, expected)) or step.micro_batch_size != 2:
             wrong.append(place)
-    return {"refused": refused, "wrong": wrong, "missed": missed, "retries": step.retries}
+    phases = [event.phase for event in step.events if event.pressure]
+    return {"refused": refused, "wrong": wrong, "missed": missed, "retries": step.retries, "phases": phases}
 
 
 @pytest.mark.parametrize(
@@ -108,4 +109,5 @@ def test_an_error_at_any_operation_of_a_rank_gives_the_gradients_of_smaller_micr
         assert found["wrong"] == []
         assert found["missed"] == []
         assert found["retries"] > 100 // stride
+        assert (found["phases"][0], found["phases"][-1]) == ("forward", "backward")  # as the places
         assert "the others, for example of tensor or context parallelism, may depend on the batch" in found["refused"]

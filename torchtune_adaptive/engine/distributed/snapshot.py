@@ -131,23 +131,36 @@ class RandomStates:
 class KeptTensors:
     """Copies of tensors on the same device. Copying does not wait for the device."""
 
+    @torch.no_grad()
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._copies = [
-            (tensor, part.detach(), part.detach().clone()) for tensor in tensors for part in plain_parts(tensor)
-        ]
+        self._tensors = list(tensors)
+        self._copies = [part.clone() for part in self._parts()]
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Copy the present values, in one operation."""
+        parts = self._parts()
+        if [one.shape for one in parts] != [one.shape for one in self._copies]:
+            self._copies = [part.clone() for part in parts]
+        elif parts:
+            torch._foreach_copy_(self._copies, parts)  # pyright: ignore[reportPrivateImportUsage]
+
+    def _parts(self) -> list[torch.Tensor]:
+        return [part for tensor in self._tensors for part in plain_parts(tensor)]
 
     def changed(self) -> list[torch.Tensor]:
         """Return the tensors that differ from their copies, or contain a NaN.
 
         Version counters are no substitute: batch normalisation does not increase them.
         """
-        changed = {id(tensor): tensor for tensor, part, copied in self._copies if not torch.equal(part, copied)}
-        return list(changed.values())
+        whole = [tensor for tensor in self._tensors for _ in plain_parts(tensor)]
+        both = zip(whole, self._parts(), self._copies, strict=True)
+        return list({id(tensor): tensor for tensor, part, copied in both if not torch.equal(part, copied)}.values())
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the tensors from their copies."""
-        for _, part, copied in self._copies:
+        for part, copied in zip(self._parts(), self._copies, strict=True):
             part.copy_(copied)
 
 
@@ -212,6 +225,7 @@ class KeptBuffers:
     """
 
     def __init__(self, places: Sequence[BufferPlace], copies: Copies | None = None) -> None:
+        self._places = places
         self._buffers = [(place, place.tensor) for place in places]
         tensors = {id(one): one for _, one in self._buffers if one is not None}.values()
         self._tensors = KeptTensors(one for one in tensors if copies is None or one.nbytes <= _SMALL_BYTES)
@@ -219,6 +233,13 @@ class KeptBuffers:
         if copies is not None:
             large = (one for one in tensors if one.nbytes > _SMALL_BYTES)
             self._elsewhere = [(one, _checksum(one), copies.copy(one)) for one in large]
+
+    def renewed(self) -> "KeptBuffers":
+        """The buffers that are at the places now, with copies of their present values on the device."""
+        if any(place.tensor is not tensor for place, tensor in self._buffers):
+            return KeptBuffers(self._places)
+        self._tensors.save()
+        return self
 
     def that_may_change(self) -> list[BufferPlace]:
         """The places whose buffers have changed, and those of buffers up to 1 MiB, which may change later.

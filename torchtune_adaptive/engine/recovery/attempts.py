@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 
 
 class MemoryPressure(IntEnum):
-    """The memory pressure of a rank in the micro-steps of an optimizer step."""
+    """How short of memory ranks are."""
 
     NONE = 0
     THRASHING = 1
@@ -56,19 +56,19 @@ class Attempt(Generic[Result]):
 
     Attributes:
         result: the sum of this rank's results; None if any rank ran out of memory.
-        pressure: the highest of all ranks.
-        own_pressure: the pressure of this rank.
+        pressure: OUT_OF_MEMORY if any rank ran out of memory, otherwise NONE.
         error: this rank's out-of-memory error in one line, if it had one.
         in_backward: whether the error was raised in a backward pass.
         has_fitted: whether a micro-step has succeeded, on any rank.
+        largest: the largest of all ranks' numbers, in each position.
     """
 
     result: Result | None = None
     pressure: MemoryPressure = MemoryPressure.NONE
-    own_pressure: MemoryPressure = MemoryPressure.NONE
     error: str | None = None
     in_backward: bool = False
     has_fitted: bool = False
+    largest: Sequence[int] = ()
 
 
 class Recovery:
@@ -84,6 +84,7 @@ class Recovery:
         self._consensus = loop.consensus
         self._ledger = ledger
         self._buffers = buffers
+        self._kept: KeptBuffers | None = None
         self._states = fsdp_states(loop.model)
         self._settings = KeptSettings(self._states)
         self._is_in_step = True
@@ -91,7 +92,8 @@ class Recovery:
     def start_step(self) -> Callable[[], None]:
         """Save the random states and buffers, and return a function that restores them. A collective."""
         self._ledger.start_step()
-        random_states, buffers = RandomStates(self._loop.device), KeptBuffers(self._buffers)
+        random_states = RandomStates(self._loop.device)
+        self._kept = buffers = KeptBuffers(self._buffers) if self._kept is None else self._kept.renewed()
 
         def restore() -> None:
             random_states.restore()
@@ -103,7 +105,7 @@ class Recovery:
         self,
         micro_steps: Sequence[Callable[[], Result]],
         *,
-        is_thrashing: Callable[[], bool],
+        numbers: Sequence[int] = (),
         is_even: bool = True,
     ) -> Attempt[Result]:
         """Run ``micro_steps`` on every rank, and agree on the outcome.
@@ -111,7 +113,7 @@ class Recovery:
         A collective; it adds one all-reduce on the CPU. If any rank ran out of memory, the gradients on all ranks are
         None afterwards, FSDP2's settings are as before, and the model can run a new step.
         Args:
-            is_thrashing: called on ranks that did not run out of memory.
+            numbers: this rank's, equally many on every rank; they are compared in the same all-reduce.
             is_even: whether all ranks are known to have equally many micro-steps. Otherwise they compare the numbers
                 first, which adds another all-reduce.
         Raises:
@@ -136,13 +138,11 @@ class Recovery:
                     "Micro-steps no longer issue the collectives of the dry run: an out-of-memory error will now end"
                     ' the run. Pass `reduce="last"` instead of calling `set_requires_gradient_sync(False)`.'
                 )
-        is_out = attempt.error is not None
-        attempt.own_pressure = MemoryPressure.OUT_OF_MEMORY if is_out else MemoryPressure(is_thrashing())
-        own = attempt.own_pressure, attempt.has_fitted, self._ledger.has_unused
-        worst, has_fitted, has_unused = self._consensus.begin_max(*map(int, own))()
-        attempt.pressure, attempt.has_fitted = MemoryPressure(worst), bool(has_fitted)
-        if attempt.pressure is MemoryPressure.OUT_OF_MEMORY:
-            attempt.result = None
+        own = attempt.error is not None, attempt.has_fitted, self._ledger.has_unused
+        is_out, has_fitted, has_unused, *attempt.largest = self._consensus.begin_max(*map(int, own), *numbers)()
+        attempt.has_fitted = bool(has_fitted)
+        if is_out:
+            attempt.pressure, attempt.result = MemoryPressure.OUT_OF_MEMORY, None
             self._clean()
         elif has_unused:
             self._ledger.drop_unused(self._consensus)

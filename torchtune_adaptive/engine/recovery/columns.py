@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -63,6 +64,24 @@ def leaves(batch: Any) -> Iterator[Any]:
             yield from leaves(one)
     else:
         yield batch
+
+
+def padded_numel(batch: Any) -> int:
+    """The number of elements in a batch. Samples in a list count as padded to the largest one.
+
+    >>> padded_numel({"tokens": [[1, 2, 3], [4]], "scale": 2.0})
+    6
+    """
+    if (named := named_values(batch)) is not None:
+        return sum(padded_numel(value) for _, value in named)
+    if _is_array(batch):
+        return math.prod(batch.shape)
+    if not isinstance(batch, list | tuple) or not batch:
+        return 0
+    if isinstance(batch[0], int | float | str):
+        return len(batch)
+    numels = list(map(padded_numel, batch))
+    return sum(numels) if isinstance(batch, tuple) else len(numels) * max(numels)
 
 
 def copied(batch: Any) -> Any:

@@ -25,6 +25,7 @@ from torchtune_adaptive.engine.recovery.dry_run import DryRun, allocate_states, 
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
 from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
 from torchtune_adaptive.engine.recovery.optimizer_state import check_optimizers, drop_unused_states
+from torchtune_adaptive.engine.recovery.pace import STEPS_TO_TIME
 from torchtune_adaptive.engine.recovery.trial import ResultsError, cannot_cut
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
 from torchtune_adaptive.errors import (
@@ -228,12 +229,12 @@ class RecoverableStep(Generic[Sums]):
         restore = self._recovery.start_step()
         size_before = self._cutter.size
         self._grow_if_due()
+        self._watch.start_step(self._cutter.size)
         unchanged = None if self._cutter.adds_up or self._gives_copies else versions(samples)
         while True:
+            micro_batches = self._cutter.cut(samples)
             attempt = self._recovery.attempt(
-                self._micro_steps(self._cutter.cut(samples)),
-                is_thrashing=self._watch.is_thrashing,
-                is_even=self._cutter.is_even,
+                self._micro_steps(micro_batches), numbers=self._watch.last_step, is_even=self._cutter.is_even
             )
             is_changed = unchanged is not None and versions(samples) != unchanged
             self._gives_copies |= is_changed
@@ -241,11 +242,16 @@ class RecoverableStep(Generic[Sums]):
                 break
             restore()
             self._check_unchanged(is_changed)
+            self._watch.reset()
             self._reduce(attempt, samples)
-        if attempt.pressure is MemoryPressure.THRASHING:
+        self._watch.end_step(micro_batches, attempt.largest)
+        is_thrashing = self._watch.is_thrashing()
+        if is_thrashing:
             self._reduce(attempt, samples)
         else:
             self._note_fit(size_before)
+        if is_thrashing is False:
+            self._note_once(attempt)
         return cast(Sums, attempt.result)
 
     def _run_without_recovery(self, samples: Any) -> Sums:
@@ -258,10 +264,7 @@ class RecoverableStep(Generic[Sums]):
         """Double a reduced micro-batch if ``backoff`` says so."""
         if self.backoff.next_trial is None or self._number < self.backoff.next_trial:
             return
-        before = self._cutter.size
         self.backoff.grew(self._number, is_whole=self._cutter.grow())
-        if self._cutter.size != before:
-            self._watch.reset()
 
     def _micro_steps(self, micro_batches: Iterable[Any]) -> list[MicroStep[Sums]]:
         context = self._limited or nullcontext()
@@ -278,7 +281,7 @@ class RecoverableStep(Generic[Sums]):
 
     def _run(self, context: AbstractContextManager[Any], micro_batch: Any, *, sees_changes: bool = False) -> Sums:
         """Run a micro-step; if it ``sees_changes``, on a copy, to see whether the copy is changed in place."""
-        with context:
+        with context, self._watch.noting_failures():
             self._watch.phases.enter("batch")
             given = copied(micro_batch) if sees_changes or self._gives_copies else micro_batch
             result = self._loop.micro_step(given)
@@ -287,21 +290,20 @@ class RecoverableStep(Generic[Sums]):
         return result
 
     def _reduce(self, attempt: Attempt[Sums], samples: Any) -> None:
-        """Halve the micro-batch: at once after an error, from the next step on after thrashing. A collective.
+        """Halve the micro-batch: at once after an error, from the next step on if it is thrashing. A collective.
 
         Raises:
             NothingFitsError: the attempt failed, and micro-batches are already single rows.
         """
-        before = self._cutter.size
+        before, is_out = self._cutter.size, attempt.pressure is MemoryPressure.OUT_OF_MEMORY
         is_reduced = self._cutter.reduce(samples)
         after, unit = self._cutter.size, self._cutter.unit
         event = self._watch.event(attempt, step=self._number, before=before, after=after, unit=unit)
-        self._watch.reset()
         if is_reduced:
             if attempt.has_fitted:
                 self.backoff.fitted(before)
-            self.backoff.failed(before, step=self._number)
-        elif attempt.pressure is MemoryPressure.OUT_OF_MEMORY:
+            self.backoff.failed(before, step=self._number, first_wait=1 if is_out else STEPS_TO_TIME)
+        elif is_out:
             raise NothingFitsError(
                 f"not even one row fits: in step {self._number} {event.cause}; {NOTHING_FITS_ADVICE}."
             )
@@ -315,6 +317,12 @@ class RecoverableStep(Generic[Sums]):
         self.backoff.fitted(size)
         if size > size_before:
             self._note(MemoryEvent.growth(self._number, size_before, size, self._cutter.unit))
+
+    def _note_once(self, attempt: Attempt[Sums]) -> None:
+        """Note, once for each size, that it stays although the allocator frees its cache. A collective."""
+        size = self._cutter.size
+        if (MemoryPressure.THRASHING, size, size) not in {one.kind for one in self._events}:
+            self._note(self._watch.event(attempt, step=self._number, before=size, after=size, unit=self._cutter.unit))
 
     def _note(self, event: MemoryEvent) -> None:
         self._events.append(replace(event, times=1 + sum(one.kind == event.kind for one in self._events)))

@@ -2,8 +2,10 @@
 
 import logging
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ from torchtune_adaptive.engine.memory.devices import check_limit, describe_peak,
 from torchtune_adaptive.engine.memory.meter import MemoryMeter, device_memory_bytes
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import Attempt, MemoryPressure
-from torchtune_adaptive.text import ranks_text
+from torchtune_adaptive.engine.recovery.columns import padded_numel
+from torchtune_adaptive.engine.recovery.pace import Pace
+from torchtune_adaptive.text import count_text, ranks_text
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +34,20 @@ class MemoryEvent:
 
     Attributes:
         step: the number of the optimizer step, from 1.
-        pressure: OUT_OF_MEMORY if the step had to run again. THRASHING if it was only slow, because the allocator had
-            to free its cache in two steps in a row. NONE if a larger micro-batch fits again; ``ranks``, ``phase`` and
-            ``figures`` are then empty.
+        pressure: OUT_OF_MEMORY if the step had to run again. THRASHING if the allocator had to free its cache in the
+            step before, and has done so in other steps: the micro-batch is smaller from now on, or stays, because
+            smaller ones would be slower. NONE if a larger micro-batch fits again; ``ranks``, ``phase`` and ``figures``
+            are then empty.
         ranks: the ranks that were short of memory.
         phase: phase of the first of these ranks: "batch", "forward", "loss" or "backward".
         figures: its peak memory and limit as text; "not metered" without a meter.
-        error: its error in one line; None if it was only slow.
+        error: its error in one line; None if no allocation failed.
         before: the size of a micro-batch in this step.
         after: the size from now on; equal to ``before`` if it cannot be smaller.
         unit: the unit of both sizes, usually "samples".
         times: how many such events there have been, with this one.
+        slowdown: if THRASHING, how much longer steps take because of it, on average: 0.03 is 3 %. None if it is not
+            known, because steps in which the allocator did not free its cache were too few.
     """
 
     step: int
@@ -53,6 +60,7 @@ class MemoryEvent:
     after: int
     unit: str
     times: int = 1
+    slowdown: float | None = None
 
     @classmethod
     def growth(cls, step: int, before: int, after: int, unit: str) -> "MemoryEvent":
@@ -63,7 +71,8 @@ class MemoryEvent:
     def cause(self) -> str:
         """Which ranks were short of memory, and the figures of the first one, as part of a sentence."""
         if self.error is None:
-            return f"{ranks_text(self.ranks)} had to free the allocator's cache in two steps in a row ({self.figures})"
+            cost = "" if self.slowdown is None else f", which makes steps {self.slowdown:.1%} slower"
+            return f"{ranks_text(self.ranks)} had to free the allocator's cache{cost} ({self.figures})"
         error = textwrap.shorten(self.error, _LONGEST_ERROR_CHARS)
         return f"{ranks_text(self.ranks)} ran out of memory in {self.phase} ({self.figures}: {error})"
 
@@ -84,19 +93,30 @@ class MemoryEvent:
         if self.pressure is MemoryPressure.NONE:
             return f"micro-batch {self.before} -> {self.after} {self.unit}: fits again in step {self.step}"
         if self.after == self.before:
-            return f"micro-batch stays at a single row, although {self.cause}"
+            return f"micro-batch stays at {count_text(self.before, self.unit.removesuffix('s'))}, although {self.cause}"
         return f"micro-batch {self.before} -> {self.after} {self.unit}: in step {self.step} {self.cause}"
 
 
 class PressureWatch:
-    """Watches the memory pressure of this rank, and describes what happened."""
+    """Watches the memory pressure of this rank, and describes what happened.
+
+    Attributes:
+        last_step: nanoseconds, retries of the allocator and work of the step before; zeros if it was not timed. Ranks
+            exchange them in the vote of the present step.
+    """
 
     def __init__(self, consensus: Consensus, meter: MemoryMeter | None, phases: Phases) -> None:
         self.consensus = consensus
         self.meter = meter
         self.phases = phases
         self._counts_retries = meter is not None
-        self.reset()
+        self._pace = Pace()
+        self._size = self._last_size = 0  # of the present step and of the one before
+        self._is_timed = False  # whether the present step is
+        self._began_ns = self._retries_before = self._work = 0  # of the present step
+        self.last_step = (0, 0, 0)
+        self._failed_in = ""  # phase of the last micro-step that failed; others may have run since
+        self._had_retries = False  # the step before, on any rank and with micro-batches of the present size
 
     @classmethod
     def of(
@@ -130,34 +150,64 @@ class PressureWatch:
         self.phases.remove()
         self.consensus.close()
 
-    def is_thrashing(self) -> bool:
-        """Whether the allocator had to free its cache in this step and the one before (the rule of Composer).
+    @contextmanager
+    def noting_failures(self) -> Iterator[None]:
+        """Context of a micro-step: note the phase in which it fails."""
+        try:
+            yield
+        except BaseException:
+            self._failed_in = self.phases.now
+            raise
 
-        This raises no error, but is slow. Call it once per optimizer step.
+    def start_step(self, size: int) -> None:
+        """Begin a step with micro-batches of ``size``. The time of the one before ends now.
+
+        So it includes what the program does between steps, such as loading data. The first step of each size is not
+        timed: the allocator frees its cache for the new sizes.
         """
-        retries, had_retries = self._retries(), self._had_retries
-        self._had_retries = retries > self._retries_before
-        self._retries_before = retries
-        return self._had_retries and had_retries
+        now_ns, retries = perf_counter_ns(), self._retries()
+        self.last_step = (0, 0, 0)
+        if self._is_timed:
+            self.last_step = (now_ns - self._began_ns, retries - self._retries_before, self._work)
+        self._last_size, self._size = self._size, size
+        self._is_timed = self._counts_retries and self._last_size == size
+        self._began_ns, self._retries_before = now_ns, retries
+
+    def end_step(self, micro_batches: Sequence[Any], slowest: Sequence[int]) -> None:
+        """End a step that ran ``micro_batches``. ``slowest``: the largest figures of ``last_step`` on any rank."""
+        time_ns, retries, work = slowest
+        self._had_retries = retries > 0 and self._last_size == self._size
+        if time_ns:
+            self._pace.note(self._last_size, time_ns * 1e-9, work=work, had_retries=retries > 0)
+        self._work = sum(map(padded_numel, micro_batches)) if self._is_timed else 0
+
+    def is_thrashing(self) -> bool | None:
+        """Whether smaller micro-batches would be faster than those of the step before, with the allocator's retries.
+
+        None if it had none, or that is not known. Equal on all ranks after ``end_step``.
+        """
+        return self._pace.is_slow(self._size) if self._had_retries else None
 
     def reset(self) -> None:
-        """Ignore the allocator's retries so far, for example after a change of the micro-batch size."""
-        self._retries_before = self._retries()
-        self._had_retries = False
+        """Do not time the present step, which runs again in smaller micro-batches."""
+        self._is_timed, self._size = False, 0
 
     def stop(self) -> None:
         """Ignore the allocator's retries from now on."""
-        self._counts_retries = False
-        self.reset()
+        self._counts_retries = self._is_timed = self._had_retries = False
 
     def event(self, attempt: Attempt[Any], *, step: int, before: int, after: int, unit: str) -> MemoryEvent:
         """The event of ``attempt``, equal on all ranks. A collective."""
-        phase = "backward" if attempt.in_backward else self.phases.now
-        mine = attempt.own_pressure, phase, describe_peak(self.meter), attempt.error
+        is_out = attempt.pressure is MemoryPressure.OUT_OF_MEMORY
+        was_short = attempt.error is not None if is_out else self.last_step[1] > 0
+        phase = "backward" if attempt.in_backward else self._failed_in if is_out else self.phases.now
+        mine = was_short, phase, describe_peak(self.meter), attempt.error
         reports = zip(self.consensus.ranks, self.consensus.from_all_ranks(mine), strict=True)
-        ranks = {rank: figures for rank, (pressure, *figures) in reports if pressure is attempt.pressure}
+        ranks = {rank: figures for rank, (was_short, *figures) in reports if was_short}
         phase, figures, error = next(iter(ranks.values()))
-        return MemoryEvent(step, attempt.pressure, tuple(ranks), phase, figures, error, before, after, unit)
+        pressure = attempt.pressure or MemoryPressure.THRASHING
+        slowdown = None if is_out else self._pace.slowdown(before)
+        return MemoryEvent(step, pressure, tuple(ranks), phase, figures, error, before, after, unit, slowdown=slowdown)
 
     def figures(self) -> str:
         """Peaks and limits of the ranks as text, without duplicates. A collective."""
