@@ -50,8 +50,8 @@ VARIANTS = (ENOUGH, OURS, HALVES)
 class Never(Backoff):
     """A micro-batch that was halved never grows again within an epoch."""
 
-    def failed(self, size: int, *, step: int) -> None:
-        super().failed(size, step=step)
+    def failed(self, size: int, *, step: int, first_wait: int = 1) -> None:
+        super().failed(size, step=step, first_wait=first_wait)
         self.next_trial = NOT_IN_THIS_EPOCH
 
 
