@@ -156,7 +156,8 @@ def main() -> None:
         for name in tqdm(arguments.cases.split(";"), desc="cases"):
             results.append(result_of(name, CASES[name], tiny_dir, Path(folder) / name.replace(" ", "_")))
             print(*results[-1].row(), sep=" | ", file=sys.stderr)
-    publish(list(document(results, seconds=time.perf_counter() - started, load=load)), arguments.output)
+            lines = document(results, seconds=time.perf_counter() - started, load=load)
+            publish(list(lines), arguments.output)  # after each case, as a run takes half an hour
 
 
 if __name__ == "__main__":
