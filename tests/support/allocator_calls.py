@@ -93,6 +93,7 @@ def of_model(calls: Sequence[Call], setting: Setting) -> Iterator[Figures]:
 
 def of_torch(calls: Sequence[Call], setting: Setting) -> Iterator[Figures]:
     """The figures of torch's allocator after each call."""
+    torch._C._cuda_clearCublasWorkspaces()  # which matrix products of other tests have left
     torch.cuda.empty_cache()
     torch.cuda.memory._set_allocator_settings(f"expandable_segments:{setting.expandable}")
     total_bytes = torch.cuda.get_device_properties(0).total_memory
