@@ -55,7 +55,6 @@ class SetUps:
         """Set the recipe up with these values, and time micro-batches of different sizes."""
         folder = self.directory / _FOLDER / str(self._count)
         self._count += 1
-        self._folders[words] = folder
         (folder / FOUND_NAME).unlink(missing_ok=True)
         cfg = self.config(values)
         cfg.output_dir = str(folder)
@@ -66,6 +65,7 @@ class SetUps:
         outcome = Outcome(words=words, values=values, seconds=time.monotonic() - started)
         if status or not (folder / FOUND_NAME).is_file():
             return replace(outcome, why_not=self._why(folder))
+        self._folders[words] = folder
         return _with_search(outcome, read_run(folder).searches[-1])
 
     def search_of(self, words: str) -> Search:
