@@ -70,6 +70,12 @@ _NOTHING = {"enable_activation_checkpointing": False}
 _IN_FOUR, _IN_TWO = (_NOTHING | {"ac_mode": "selective", "ac_option": every} for every in (4, 2))
 _1B, _3B, _8B = "llama3_2/1B_{}", "llama3_2/3B_{}", "llama3_1/8B_{}"
 
+
+def _candidate(config: str, changes: dict[str, Any], *sizes: int) -> Case:
+    """A config with another checkpointing, under the limits of two cards."""
+    return Case(group="fastest", config=config, changes=changes, sizes=sizes, limits_gib=(24, 80))
+
+
 CASES = {
     "1B full": Case(
         group="full", config=_1B.format("full"), sizes=(1, 2, 3, 5, 8, 12, 16), limits_gib=(24, 40, 60, 80)
@@ -96,24 +102,12 @@ CASES = {
         group="checkpointing", config=_8B.format("lora"), changes=_AC, sizes=(1, 2, 4, 8, 16), limits_gib=(24, 40)
     ),
     # What `tune-adaptive fastest` may try.
-    "1B full, one layer in 4": Case(
-        group="fastest", config=_1B.format("full"), changes=_IN_FOUR, sizes=(1, 4), limits_gib=(24, 80)
-    ),
-    "1B full, one layer in 2": Case(
-        group="fastest", config=_1B.format("full"), changes=_IN_TWO, sizes=(1, 4), limits_gib=(24, 80)
-    ),
-    "8B full, nothing checkpointed": Case(
-        group="fastest", config=_8B.format("full"), changes=_NOTHING, sizes=(1, 2), limits_gib=(24, 80)
-    ),
-    "8B full, one layer in 4": Case(
-        group="fastest", config=_8B.format("full"), changes=_IN_FOUR, sizes=(1, 2), limits_gib=(24, 80)
-    ),
-    "8B full, one layer in 2": Case(
-        group="fastest", config=_8B.format("full"), changes=_IN_TWO, sizes=(1, 2), limits_gib=(24, 80)
-    ),
-    "8B LoRA, all layers": Case(
-        group="fastest", config=_8B.format("lora"), changes=_AC, sizes=(1, 2), limits_gib=(24, 80)
-    ),
+    "1B full, one layer in 4": _candidate(_1B.format("full"), _IN_FOUR, 1, 4),
+    "1B full, one layer in 2": _candidate(_1B.format("full"), _IN_TWO, 1, 4),
+    "8B full, nothing checkpointed": _candidate(_8B.format("full"), _NOTHING, 1, 2),
+    "8B full, one layer in 4": _candidate(_8B.format("full"), _IN_FOUR, 1, 2),
+    "8B full, one layer in 2": _candidate(_8B.format("full"), _IN_TWO, 1, 2),
+    "8B LoRA, all layers": _candidate(_8B.format("lora"), _AC, 1, 2),
     "1B full, offloading": Case(
         group="offloading", config=_1B.format("full"), changes=_OFFLOADING, sizes=(1, 2, 4, 8, 16), limits_gib=(24,)
     ),

@@ -96,7 +96,13 @@ def test_joined_pairs_have_all_first_rows_before_all_second_ones() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"pixel_values": torch.zeros(2, 3)}, {"names": ["a", "b"]}, {"inner": {"input_ids": torch.zeros(2, 1)}}],
+    [
+        {"pixel_values": torch.zeros(2, 3)},
+        {"names": ["a", "b"]},
+        {"inner": {"input_ids": torch.zeros(2, 1)}},
+        {"scale": 0.5},  # which may be another one in the next batch
+        {"attention_mask": torch.ones(2, 1, 1, 1)},
+    ],
 )
 def test_batches_whose_padding_is_not_known_are_not_joined(more: dict[str, Any]) -> None:
     known = {"input_ids": torch.zeros(2, 1), "attention_mask": torch.ones(2, 1), "index": torch.arange(2)}
@@ -105,6 +111,17 @@ def test_batches_whose_padding_is_not_known_are_not_joined(more: dict[str, Any])
     assert not cutter.can_be_joined(batches[:1])
     assert not cutter.can_be_joined([TrainerBatch(known | more, None, 1)] * 2)
     assert not cutter.can_be_joined([TrainerBatch({"input_ids": torch.zeros(2, 1)}, None, 1)] * 2)
+
+
+def test_a_trial_of_joined_batches_takes_samples_of_two_that_are_padded_to_other_lengths() -> None:
+    ignored = IGNORED
+    whole = batch([[1, 2, 3], [1, ignored, ignored]])
+    as_long, shorter = batch([[4, 5, ignored]]), batch([[6, 7]])
+    cutter = TrainerBatches(4)
+    cutter.joins = True
+    one, other, both = cutter.trial_batches([whole, as_long, shorter])[0]
+    assert [part.inputs["labels"].tolist() for part in (one, other)] == [[[1, 2, 3]], [[6, 7]]]
+    assert both.inputs["labels"].tolist() == [[1, 2, 3], [6, 7, ignored]]
 
 
 def test_a_size_of_several_batches_is_rounded_down_to_whole_ones() -> None:

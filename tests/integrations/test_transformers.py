@@ -122,6 +122,22 @@ def test_micro_batches_of_several_batches_differ_by_rounding(kind: str) -> None:
     assert not changed & {"loss", "grad_norm", "num_tokens"}
 
 
+def test_a_model_without_a_config_is_trained() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = trainers.model("trainer", dropout=0.0)
+
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
+            return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+    assert not hasattr(Plain(), "config")
+    common: dict[str, Any] = {"accumulation": 2, "save_strategy": "no"}
+    ours = trained(make("trainer", options={"micro_batch_size": BATCH, "model": Plain()}, **common))
+    plain = trained(make("trainer", is_adaptive=False, options={"model": Plain()}, **common))
+    assert difference(ours, plain) == (0.0, {})
+
+
 def test_batches_that_cannot_be_joined_stay_apart(caplog: pytest.LogCaptureFixture) -> None:
     """The mean of each batch over its tokens counts: a mean over those of two would be another."""
     options = {"base": MeanOverTokens, "accumulation": 2, "dropout": 0.0}

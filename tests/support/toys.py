@@ -10,6 +10,7 @@ from torch import nn
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.loop import Loop
+from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.devices import computing_device
 from torchtune_adaptive.engine.search.options import SearchOptions
 from torchtune_adaptive.engine.search.strategies import SearchResult
@@ -96,3 +97,22 @@ def without_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(torchtune, "models", raising=False)
     monkeypatch.setitem(sys.modules, "torchvision", None)
+
+
+class CachingMeter(CpuMeter):
+    """The meter of a device of 1 KiB, whose allocator has freed its cache ``retries`` times, and a clock."""
+
+    retries = 0
+    now_ns = 0
+
+    @property
+    def total_retries(self) -> int:
+        return self.retries
+
+    @property
+    def available_bytes(self) -> int:
+        return 1024
+
+    @property
+    def peak_bytes(self) -> int:
+        return 512

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.support.faults import same_bits, under
+from tests.support.toys import CachingMeter
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
@@ -39,25 +40,6 @@ def rows_of(*lengths: int) -> list[Row]:
 
 
 ROWS = rows_of(1, 3, 2, 1, 3, 2, 1, 1)
-
-
-class CachingMeter(CpuMeter):
-    """The meter of a device of 1 KiB, whose allocator has freed its cache ``retries`` times, and a clock."""
-
-    retries = 0
-    now_ns = 0
-
-    @property
-    def total_retries(self) -> int:
-        return self.retries
-
-    @property
-    def available_bytes(self) -> int:
-        return 1024
-
-    @property
-    def peak_bytes(self) -> int:
-        return 512
 
 
 class Toy:

@@ -89,7 +89,7 @@ class TrainerBatches(Slices):
         if not samples:
             return []
         self.factor = 1.0
-        order = self._by_labels(self._tried(samples))
+        order = self._in_order(self._tried(samples))
         (of_one, one), (of_other, other) = (order[number % len(order)] for number in pair or (0, 1))
         changed = _with_other_labels(of_other, other, of_one, one)
         first, second = (changed if of_one is of_other else of_one, [one]), (changed, [other])
@@ -105,12 +105,7 @@ class TrainerBatches(Slices):
 
         Rows may be padded at their end, whatever their own padding is: masks and labels leave that out.
         """
-        found = [(batch, name, column) for batch in samples for name, column in columns(batch.inputs)]
-        is_known = all(
-            isinstance(batch.inputs.get(name), torch.Tensor) and (column.ndim == 1 or name in _PADDING)
-            for batch, name, column in found
-        )
-        return is_known and len(samples) > 1 and all("attention_mask" in batch.inputs for batch in samples)
+        return len(samples) > 1 and all(_has_known_padding(batch.inputs) for batch in samples)
 
     def rounded_down(self, size: int, samples: Sequence[TrainerBatch]) -> int:
         """``size``, or the samples of as many whole batches as fit into it."""
@@ -204,16 +199,43 @@ class TrainerBatches(Slices):
 
         return map_columns(inputs, entries, lengths={num_samples, num_samples * self._rows_per_sample})
 
-    def _by_labels(self, batches: Sequence[TrainerBatch]) -> list[tuple[TrainerBatch, int]]:
-        """All samples: first the one with the most labels, then one with the fewest but some."""
+    def _in_order(self, batches: Sequence[TrainerBatch]) -> list[tuple[TrainerBatch, int]]:
+        """All samples as a trial takes them: first the one with the most labels, then one with the fewest but some.
+
+        Of several batches, a sample of another one comes second, if possible of one that is padded to another length.
+        """
         every = [(batch, number) for batch in batches for number in range(self.num_samples(batch.inputs))]
         valid = [_valid_labels(batch.inputs) for batch in batches]
-        if sum(0 if one is None else len(one) for one in valid) != len(every):
-            return every
         counts = [count for one in valid if one is not None for count in one.sum(dim=1).tolist()]
-        first, *others = sorted(range(len(every)), key=lambda index: -counts[index])
-        order = [first, *sorted(others, key=lambda index: (counts[index] == 0, counts[index]))]
-        return [every[index] for index in order]
+        if len(counts) != len(every):  # not known
+            counts = [1] * len(every)
+        first = max(range(len(every)), key=counts.__getitem__)
+        of_first = every[first][0]
+
+        def place(index: int) -> tuple[bool, bool, bool, bool, int]:
+            batch, count = every[index][0], counts[index]
+            is_as_long = _padded_length(batch.inputs) == _padded_length(of_first.inputs)
+            return index != first, count == 0, batch is of_first, is_as_long, count
+
+        return [every[index] for index in sorted(range(len(every)), key=place)]
+
+
+def _padded_length(inputs: Mapping[str, Any]) -> int:
+    """The tokens of each row, with padding; 0 if no column has tokens."""
+    return max((one.shape[1] for _, one in columns(inputs) if getattr(one, "ndim", 0) > 1), default=0)
+
+
+def _has_known_padding(inputs: Mapping[str, Any]) -> bool:
+    """Whether all inputs are tensors with an entry per row whose padding is known, an attention mask among them."""
+    found = dict(columns(inputs))
+    return (
+        found.keys() == {*inputs}
+        and "attention_mask" in found
+        and all(
+            isinstance(one, torch.Tensor) and (one.ndim == 1 or (one.ndim == 2 and name in _PADDING))
+            for name, one in found.items()
+        )
+    )
 
 
 def _valid_labels(inputs: Mapping[str, Any]) -> torch.Tensor | None:

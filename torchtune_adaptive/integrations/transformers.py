@@ -84,7 +84,9 @@ class AdaptiveTrainerMixin(_Trainer):
         self._micro_batch_size = micro_batch_size  # None: each training searches
         size = self.args.per_device_train_batch_size if micro_batch_size is None else micro_batch_size
         self._batches = TrainerBatches(size, rows_per_sample=2 if are_pairs else 1)
-        tokens = getattr(self.processing_class, "pad_token_id", None), getattr(self.model.config, "pad_token_id", None)
+        tokens = (
+            getattr(one, "pad_token_id", None) for one in (self.processing_class, getattr(self.model, "config", None))
+        )
         self._batches.pad_token = next((one for one in tokens if one is not None), 0)
         self._memory_limit = memory_limit
         self._held: list[TrainerBatch] = []

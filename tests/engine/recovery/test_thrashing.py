@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.support.faults import same_bits
 from tests.support.ranks import run_on_ranks
+from tests.support.toys import CachingMeter
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery import watch
 from torchtune_adaptive.engine.recovery.pace import SHRINKING_COSTS, Pace
@@ -25,24 +25,6 @@ Figure: TypeAlias = Callable[[int, int], float]
 
 ROWS, SIZE = 8, 4
 SAMPLES = torch.arange(32.0).reshape(ROWS, 4) / 32
-
-
-class Meter(CpuMeter):
-    """The meter of a device of 1 KiB, whose allocator has freed its cache ``retries`` times."""
-
-    retries = 0
-
-    @property
-    def total_retries(self) -> int:
-        return self.retries
-
-    @property
-    def available_bytes(self) -> int:
-        return 1024
-
-    @property
-    def peak_bytes(self) -> int:
-        return 512
 
 
 class Run:
@@ -67,7 +49,7 @@ class Run:
         self.sizes: list[int] = []
         self.events: list[str] = []
         self._fails_in = fails_in
-        self._clock_s, meter = 0.0, Meter()
+        self._clock_s, meter = 0.0, CachingMeter()
         optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
         watched = PressureWatch(Consensus(), meter, Phases([], None))
         if not watches:
@@ -189,7 +171,7 @@ def test_nothing_is_said_of_retries_before_there_are_enough_steps_of_both_kinds(
 
 
 def test_a_step_of_other_micro_batches_than_the_one_before_is_not_timed() -> None:
-    meter = Meter()
+    meter = CachingMeter()
     watched = PressureWatch(Consensus(), meter, Phases([], None))
     figures = []
     with (

@@ -112,6 +112,7 @@ def test_a_limit_leaves_out_what_needs_more_memory(trained: Trained) -> None:
         ({"tolerance": 0}, "`tolerance` must be above 0, but is 0 instead"),
         ({"train_steps": {"mine": lambda _: None}}, "The train step 'mine' must return its loss, but returns None"),
         ({"memory_limit": "much"}, "'much'"),
+        ({"memory_limit": "9000TiB"}, "`memory_limit` must be at most what the device has"),
     ],
 )
 def test_bad_arguments_are_one_sentence(trained: Trained, change: dict[str, Any], message: str) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtune_adaptive.engine.memory.devices import check_limit
 from torchtune_adaptive.engine.search.any_loop import searched_loop
 from torchtune_adaptive.engine.search.find import limit_meter
 from torchtune_adaptive.engine.search.options import SearchOptions
@@ -53,7 +54,7 @@ class FastestStep:
         first = next(iter(self.timings.values()))
         rows = [["train step", "seconds", "speed", "peak", "fastest"]]
         for name, timing in self.timings.items():
-            figures = [f"{timing.num_tokens / timing.rate:.3g}", f"{timing.rate / first.rate:.2f}"]
+            figures = [f"{timing.median_s:.3g}", f"{timing.rate / first.rate:.2f}"]
             is_fastest = "yes" if name == self.name else ""
             rows.append([name, *figures, format_bytes(self.peak_bytes[name]), is_fastest])
         table = [line.rstrip() for line in text_table(rows, num_names=1).splitlines()]
@@ -121,6 +122,8 @@ def find_fastest(
         losses.append(_number(named[0], train_step(named)))
 
     with searched_loop(train_step, model, optimizer, process_group) as loop:
+        if options.memory_limit_bytes is not None:
+            check_limit(options.memory_limit_bytes, loop.device)
         meter = loop.meter_for_probes()
 
         def trial(number: int) -> list[tuple[str, Any]]:

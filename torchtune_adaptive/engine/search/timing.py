@@ -22,9 +22,14 @@ class Timing:
     num_tokens: int
 
     @property
+    def median_s(self) -> float:
+        """The seconds of the median round."""
+        return statistics.median(self.seconds)
+
+    @property
     def rate(self) -> float:
         """Tokens per second, by the median round."""
-        return self.num_tokens / statistics.median(self.seconds)
+        return self.num_tokens / self.median_s
 
     @property
     def spread(self) -> float:
@@ -33,8 +38,7 @@ class Timing:
         >>> Timing((2.0, 2.2, 1.9), 100).spread.__round__(2)
         0.05
         """
-        middle = statistics.median(self.seconds)
-        return statistics.median(abs(one - middle) for one in self.seconds) / middle
+        return statistics.median(abs(one - self.median_s) for one in self.seconds) / self.median_s
 
 
 def simplest_near_best(timings: Mapping[Key, Timing]) -> Key:
