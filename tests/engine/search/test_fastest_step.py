@@ -86,6 +86,14 @@ def test_what_trains_something_else_is_left_out(trained: Trained) -> None:
     assert trained.find(steps, tolerance=10.0).left_out == {}
 
 
+def test_a_loss_that_is_not_finite_is_no_measure_for_others(trained: Trained) -> None:
+    def lost(batch: torch.Tensor) -> torch.Tensor:
+        return trained.step(batch, scale=float("nan"))
+
+    found = trained.find({"lost": lost, "usual": trained.lasting(2)})
+    assert (found.name, found.left_out) == ("usual", {"lost": "its loss in step 1 is nan"})
+
+
 def test_one_batch_shows_too_what_a_step_makes_of_the_model(trained: Trained) -> None:
     found = trained.find({"usual": trained.lasting(2), "no optimizer": trained.evaluate}, BATCHES[:1])
     assert list(found.left_out) == ["no optimizer"]
@@ -100,7 +108,7 @@ def test_a_limit_leaves_out_what_needs_more_memory(trained: Trained) -> None:
     assert trained.find(steps).name == "hungry"
     found = trained.find(steps, memory_limit="3MiB")
     assert (found.name, found.left_out) == ("usual", {"hungry": "out of memory"})
-    with pytest.raises(NothingFitsError, match=r"^no train step fits: hungry: out of memory; usual: "):
+    with pytest.raises(NothingFitsError, match=r"^every train step is left out: hungry: out of memory; usual: "):
         trained.find(steps, memory_limit=1000)
 
 

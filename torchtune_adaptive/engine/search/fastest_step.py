@@ -75,7 +75,8 @@ def find_fastest(
     """Finds the fastest of several train steps that train the same, for any PyTorch training loop.
 
     For example with micro-batches of several sizes, with gradient checkpointing and without. Each one takes two steps
-    from the same state. It is left out if memory runs out, or if its losses are not those of the first one that fits.
+    from the same state. It is left out if memory runs out, if a loss is not finite, or if its losses are not those of
+    the first one that was not left out.
     The others are timed in turns, each on all ``batches``, a few times. The slowest rank counts. All ranks must call it
     with the same names. It restores what ``find_max_batch_size`` does. A ``DistributedDataParallel`` does not reduce
     gradients in it, which would take each train step as long.
@@ -89,7 +90,7 @@ def find_fastest(
         tolerance: by how much losses may differ, as a fraction of the expected ones.
     Raises:
         InputError: an argument is invalid, or a train step returns no loss (a ``ValueError``).
-        NothingFitsError: no train step fits (an ``InputError``).
+        NothingFitsError: all train steps are left out (an ``InputError``).
 
     >>> model = torch.nn.Linear(8, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -138,14 +139,13 @@ def find_fastest(
                 losses.clear()
                 with loop.restored():
                     fits = prober.fits(number)
-                if fits and not expected:
-                    expected = losses.copy()
                 reason = _difference(losses, expected, tolerance) if fits else prober.probes[-1].failure
                 if reason := loop.consensus.first_reason(reason):
                     left_out[name] = reason
+                expected = expected or ([] if reason else losses.copy())
         steps = {name: [[(name, batch)] for batch in batches] for name in names if name not in left_out}
         if not steps:
-            raise NothingFitsError(f"no train step fits: {'; '.join(map(': '.join, left_out.items()))}.")
+            raise NothingFitsError(f"every train step is left out: {'; '.join(map(': '.join, left_out.items()))}.")
         timings = time_in_turns(loop, steps, num_tokens=dict.fromkeys(steps, 1))
     peaks = dict(zip(names, (probe.peak_bytes for probe in prober.probes), strict=True))
     return FastestStep(name=simplest_near_best(timings), timings=timings, peak_bytes=peaks, left_out=left_out)
@@ -159,8 +159,10 @@ def _number(name: str, loss: Any) -> float:
 
 
 def _difference(losses: Sequence[float], expected: Sequence[float], tolerance: float) -> str:
-    """How losses differ from what was expected, or ""."""
-    for number, (loss, one) in enumerate(zip(losses, expected, strict=True), start=1):
+    """How losses differ from what was expected, if that is known, or from finite numbers; or ""."""
+    for number, (loss, one) in enumerate(zip(losses, expected or losses, strict=True), start=1):
+        if not math.isfinite(loss):
+            return f"its loss in step {number} is {loss}"
         if not math.isclose(loss, one, rel_tol=tolerance):
             return f"its loss in step {number} is {loss:.6g}, but that of the first train step is {one:.6g}"
     return ""
