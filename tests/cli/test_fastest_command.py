@@ -143,7 +143,7 @@ def test_why_the_config_as_it_is_cannot_run_is_said(set_ups: SetUps, tmp_path: P
         (("--minutes", "two", RECIPE, "--config", "tiny/full"), "`--minutes` must be a number, but is 'two' instead."),
         (
             ("--try", "checkpointing,packing", RECIPE, "--config", "tiny/full"),
-            "`--try` must be one of checkpointing, compile, resharding, but is 'packing' instead.",
+            "`--try` must be one of checkpointing, compile, resharding, loss, but is 'packing' instead.",
         ),
         ((RECIPE,), "A search needs a recipe, followed by `--config` and"),
         (

@@ -10,6 +10,7 @@ from torchtune_adaptive.fastest.changes import KINDS, questions_of
 FULL, LORA = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_single_device"
 CHECKPOINTED = {"enable_activation_checkpointing": True}
 OFFLOADS = {"enable_activation_offloading": False, "device": "cuda"}
+CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
 SELECTIVE = {"enable_activation_checkpointing": False, "ac_mode": "selective", "ac_option": 2}
 
 
@@ -46,6 +47,19 @@ def test_what_is_so_already_or_not_supported_is_not_asked_for() -> None:
     assert asked(FULL, ranks=2, kinds=("compile", "resharding"), compile=True) == {"resharding": ["no resharding"]}
     assert asked(FULL, ranks=2, kinds=("resharding",), fsdp_reshard_after_forward=False) == {}
     assert asked(FULL, kinds=("compile",), quantizer={"groupsize": 32}) == {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ({"_component_": CHUNKED}, ["loss in one piece", "loss in 32 chunks"]),
+        ({"_component_": CHUNKED, "num_output_chunks": 1}, ["loss in 4 chunks"]),
+        ({"_component_": "my.Loss", "num_output_chunks": 8}, []),
+    ],
+)
+def test_only_torchtunes_chunked_loss_has_other_chunks(loss: dict[str, Any], words: list[str]) -> None:
+    assert asked(LORA, kinds=("loss",), loss=loss) == ({"loss": words} if words else {})
+    assert asked(LORA, kinds=("loss",), loss=loss, kd_loss={}) == {}
 
 
 def test_offloading_ends_with_checkpointing_on_which_it_depends() -> None:

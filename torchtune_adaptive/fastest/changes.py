@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig
 
-KINDS = ("checkpointing", "compile", "resharding")
+KINDS = ("checkpointing", "compile", "resharding", "loss")
 _EVERY = (4, 2)  # one layer in so many is checkpointed
+_CHUNKED_LOSS, _CHUNKS = "torchtune.modules.loss.CEWithChunkedOutputLoss", 8  # torchtune's number of chunks
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Change:
 
     Attributes:
         words: what is changed, for a table.
-        values: by top-level key.
+        values: by key; one within another as "outer.inner".
         memory: whether the step needs more of it, less, or about as much. Less makes a step slower, unless it allows a
             larger micro-batch.
     """
@@ -50,6 +51,7 @@ def questions_of(cfg: DictConfig, *, recipe: str, ranks: int, kinds: Sequence[st
         "checkpointing": _checkpointing(cfg, recipe),
         "compile": _compiling(cfg),
         "resharding": _resharding(cfg, ranks),
+        "loss": _chunks_of_loss(cfg),
     }
     found = (
         Question(kind, tuple(asked[kind]), ends_with_memory=kind == "checkpointing") for kind in KINDS if kind in kinds
@@ -88,3 +90,14 @@ def _compiling(cfg: DictConfig) -> Iterator[Change]:
 def _resharding(cfg: DictConfig, ranks: int) -> Iterator[Change]:
     if ranks > 1 and cfg.get("fsdp_reshard_after_forward", True):
         yield Change("no resharding", {"fsdp_reshard_after_forward": False})
+
+
+def _chunks_of_loss(cfg: DictConfig) -> Iterator[Change]:
+    """Fewer: each chunk adds to the gradient of all output weights. More, if memory is short."""
+    loss = cfg.get("loss")
+    if loss is None or loss.get("_component_") != _CHUNKED_LOSS or "kd_loss" in cfg:  # which must have as many
+        return
+    chunks = loss.get("num_output_chunks", _CHUNKS)
+    if chunks > 1:
+        yield Change("loss in one piece", {"loss.num_output_chunks": 1})
+    yield Change(f"loss in {4 * chunks} chunks", {"loss.num_output_chunks": 4 * chunks}, "less")

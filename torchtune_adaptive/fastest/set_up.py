@@ -42,7 +42,7 @@ class SetUps:
     _folders: dict[str, Path] = field(default_factory=dict, init=False)
 
     def config(self, values: Mapping[str, Any]) -> DictConfig:
-        """The config with these values of top-level keys, in which micro-batches are searched by their speed."""
+        """The config with these values of keys, in which micro-batches are searched by their speed."""
         cfg = self.cfg.copy()
         OmegaConf.set_struct(cfg, False)
         block = {"global_batch_size": self.samples, "objective": "speed"}
