@@ -42,7 +42,10 @@ ABOUT = f"""\
 One thread per process. *Found*: what the command chose, after *set-ups* of the recipe. *All*: a set-up of every
 combination of checkpointing and resharding, each with its fastest micro-batch. *Of the best*: the rate of what was
 found to that of the best combination, both measured in that second pass. *Times as it is*: tokens per second of what
-was found to those of the config as it is, the median of {ROUNDS} pairs of set-ups that took turns.
+was found to those of the config as it is, the median of {ROUNDS} pairs of set-ups that took turns. *Each alone*: every micro-batch
+of every combination in a process of its own, as DeepSpeed's autotuner tries them; its seconds are the sum of what
+starting, without a search, and timing took in the second pass. *Out of memory*: seconds of a set-up of which not one row
+fits, where the plan was not asked.
 """
 
 
@@ -60,7 +63,7 @@ CASES = {
     "full": Case(),
     "full, 8 samples": Case(samples=8),
     "full, no checkpointing": Case(changes={"enable_activation_checkpointing": False}),
-    "full, 160 MiB": Case(changes={"adaptive.memory_limit": "160MiB"}),
+    "full, 26 MiB": Case(changes={"adaptive.memory_limit": "26MiB"}),  # of which no row fits without checkpointing
     "full, equal rows": Case(changes={"dataset.packed": True}),
     "full, 2 ranks": Case(ranks=2),
     "full, 2 ranks, 8 samples": Case(ranks=2, samples=8),
@@ -72,11 +75,16 @@ CASES = {
 
 @dataclass(frozen=True)
 class Result:
-    """What was found for a case, and what all combinations and the pairs showed."""
+    """What was found for a case, and what all combinations and the pairs showed.
+
+    Attributes:
+        alone: seconds of each micro-batch of each combination, if it had a process of its own.
+    """
 
     name: str
     climb: Climb
     everything: Sequence[Outcome]
+    alone: Sequence[float]
     pairs: Sequence[tuple[Outcome, Outcome]]
 
     @property
@@ -100,7 +108,9 @@ class Result:
         seconds = sum(one.seconds for one in self.climb.outcomes)
         figures = [f"{self.gain:.2f}", f"{self.of_the_best:.1%}", str(set_ups), f"{seconds:.0f}"]
         all_seconds = sum(one.seconds for one in self.everything)
-        return [self.name, own, found, *figures, str(len(self.everything)), f"{all_seconds:.0f}"]
+        others = [str(len(self.everything)), f"{all_seconds:.0f}", str(len(self.alone)), f"{sum(self.alone):.0f}"]
+        failed = [f"{one.seconds:.0f}" for one in self.everything if not one.timings]
+        return [self.name, own, found, *figures, *others, ", ".join(failed) or "-"]
 
 
 def result_of(name: str, case: Case, tiny_dir: Path, directory: Path) -> Result:
@@ -121,9 +131,22 @@ def result_of(name: str, case: Case, tiny_dir: Path, directory: Path) -> Result:
     questions = questions_of(DictConfig(resolved(cfg)), recipe=recipe, ranks=case.ranks, kinds=KINDS)
     climb.run(questions)
     best = climb.best
-    everything = [set_ups.measure(f"{number}", values) for number, values in enumerate(combinations(questions))]
+    everything, alone = list[Outcome](), list[float]()
+    for number, values in enumerate(combinations(questions)):
+        everything.append(set_ups.measure(f"{number}", values))
+        alone += alone_s(everything[-1], set_ups)
     pairs = [(set_ups.measure(AS_IT_IS, {}), set_ups.measure(best.words, best.values)) for _ in range(ROUNDS)]
-    return Result(name, climb, everything, pairs)
+    return Result(name, climb, everything, alone, pairs)
+
+
+def alone_s(outcome: Outcome, set_ups: SetUps) -> list[float]:
+    """Seconds of each micro-batch of a set-up, if it were timed in a process of its own, without a search."""
+    if not outcome.timings:
+        return [outcome.seconds]
+    timed = [sum(timing.seconds) for timing in outcome.timings.values()]
+    probes = set_ups.search_of(outcome.words).result.probes
+    start = outcome.seconds - sum(timed) - sum(probe.seconds for probe in probes)
+    return [start + seconds for seconds in timed]
 
 
 def combinations(questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
@@ -140,7 +163,20 @@ def document(results: Sequence[Result], *, seconds: float, load: float) -> Itera
     near = sum(one.of_the_best >= NEAR for one in results)
     gain = median(one.gain for one in results)
     yield f"Of {len(results)} cases {near} are within {1 - NEAR:.0%} of the best; the median gain is {gain:.2f}."
-    header = ["case", "as it is", "found", "times as it is", "of the best", "set-ups", "s", "all", "s"]
+    header = [
+        "case",
+        "as it is",
+        "found",
+        "times as it is",
+        "of the best",
+        "set-ups",
+        "s",
+        "all",
+        "s",
+        "each alone",
+        "s",
+        "out of memory",
+    ]
     yield from ["", *table(header, (one.row() for one in results))]
 
 
