@@ -42,10 +42,10 @@ ABOUT = f"""\
 One thread per process. *Found*: what the command chose, after *set-ups* of the recipe. *All*: a set-up of every
 combination of checkpointing and resharding, each with its fastest micro-batch. *Of the best*: the rate of what was
 found to that of the best combination, both measured in that second pass. *Times as it is*: tokens per second of what
-was found to those of the config as it is, the median of {ROUNDS} pairs of set-ups that took turns. *Each alone*: every micro-batch
-of every combination in a process of its own, as DeepSpeed's autotuner tries them; its seconds are the sum of what
-starting, without a search, and timing took in the second pass. *Out of memory*: seconds of a set-up of which not one row
-fits, where the plan was not asked.
+was found to those of the config as it is, the median of {ROUNDS} pairs of set-ups that took turns. *Each alone*: every
+micro-batch of every combination in a process of its own, as DeepSpeed's autotuner tries them; its seconds are the sum
+of what starting, without a search, and timing took in the second pass. *Out of memory*: seconds of a set-up of which
+not one row fits, where the plan was not asked.
 """
 
 
