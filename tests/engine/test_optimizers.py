@@ -191,7 +191,7 @@ def picture(value: Any, seen: dict[int, Any]) -> Any:
         return repr(value.bit_generator.state)
     seen[id(value)] = value
     if isinstance(value, torch.Tensor):
-        return id(value), value.tolist(), picture(value.grad, seen) if value.is_leaf else None
+        return id(value), value.data_ptr(), value.tolist(), picture(value.grad, seen) if value.is_leaf else None
     if isinstance(value, dict):
         return id(value), [(picture(key, seen), picture(one, seen)) for key, one in value.items()]
     if isinstance(value, list | tuple | deque | set):
@@ -243,7 +243,7 @@ def test_all_that_an_optimizer_holds_is_restored_each_time(make_optimizer: Any, 
     assert picture_of(trainee) == before
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("make_optimizer", [lbfgs, CopyOfParameters])
 def test_training_after_a_search_is_as_without_one(make_optimizer: Any) -> None:
     untouched, searched = (Trainee(make_optimizer, warm_steps=1) for _ in range(2))
     assert searched.search().exact_batch_size == 8

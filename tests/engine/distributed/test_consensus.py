@@ -1,4 +1,4 @@
-"""All ranks get the same answer, with one process and with four."""
+"""All ranks get the same answer; a process without peers gets its own."""
 
 import time
 from datetime import timedelta
@@ -16,6 +16,7 @@ from torchtune_adaptive.errors import InputError, RunEnded
 
 HUGE = 2**62 + 1  # a float would lose the last bit
 NUMBERS = (7, -3, HUGE, 0)  # of the ranks
+RANKS = len(NUMBERS)
 
 
 def answers_of(rank: int) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def answers_of(rank: int) -> dict[str, Any]:
 
     with mock.patch.object(dist, "new_group", connect):
         second = Consensus()
-    have_connected = world_size == 1 or connected.check([str(peer) for peer in range(world_size)])
+    have_connected = connected.check([str(peer) for peer in range(world_size)])
     largest_of_the_second = second.max_over_ranks(rank)
     second.close()
     return {
@@ -85,40 +86,67 @@ def answers_of(rank: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[1, 4], ids="{} ranks".format)
-def answers(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_on_ranks(answers_of, request.param)
+WAITS = {4.0: 4.0, 0.1: 0.5}  # hours that ranks wait in the default group, and in a consensus: at least half an hour
 
 
-def test_all_ranks_get_the_right_answers(answers: list[dict[str, Any]]) -> None:
-    world_size = len(answers)
-    numbers = NUMBERS[:world_size]
+def waits_of(rank: int) -> list[timedelta]:
+    """How long groups of all ranks and of the first two wait, for each default group of ``WAITS``."""
+    found, store = [], c10d._get_default_store()
+    for hours in WAITS:
+        early, own = Consensus(), c10d.PrefixStore(str(hours), store)
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=RANKS, timeout=timedelta(hours=hours))
+        early.close()  # its group was destroyed with the default one
+        for consensus in (Consensus(), *([Consensus([0, 1])] if rank < 2 else [])):
+            group: Any = consensus._group
+            found.append(group._get_backend(torch.device("cpu")).options._timeout)
+    return found
+
+
+def found_on(rank: int) -> tuple[dict[str, Any], list[timedelta]]:
+    return answers_of(rank), waits_of(rank)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[tuple[dict[str, Any], list[timedelta]]]:
+    return run_on_ranks(found_on, RANKS)
+
+
+def test_all_ranks_get_the_right_answers(found: list[tuple[dict[str, Any], list[timedelta]]]) -> None:
     common = {
-        "world_size": world_size,
+        "world_size": RANKS,
         "any of none": False,
         "any of all": True,
-        "any of one": [True] * world_size,
-        "max": max(numbers),
-        "min": min(numbers),
-        "min and max": (min(numbers), max(numbers)),
+        "any of one": [True] * RANKS,
+        "max": max(NUMBERS),
+        "min": min(NUMBERS),
+        "min and max": (min(NUMBERS), max(NUMBERS)),
         "max of huge": HUGE,
         "min of huge": -HUGE,
         "mapping": {"rank": 0, "nest": [1, None]},
         "nothing": None,
-        "from all": [{"rank": rank, "number": number} for rank, number in enumerate(numbers)],
-        "from all of different sizes": ["x" * 1000 * rank for rank in range(world_size)],
+        "from all": [{"rank": rank, "number": number} for rank, number in enumerate(NUMBERS)],
+        "from all of different sizes": ["x" * 1000 * rank for rank in range(RANKS)],
         "reason of the first": "reason of rank 0",
         "reason of the last": "only the last",
         "reason of none": "",
         "answered": "answer of rank 0",
         "refusal": "`x` is 0.",
         "ended": ("All is done on 0.", 3),
-        "a second consensus": world_size - 1,
+        "a second consensus": RANKS - 1,
         "all ranks had connected": True,
         "after the second was closed": True,
     }
-    for rank, answer in enumerate(answers):
-        assert answer == common | {"rank": rank, "asked": [0] if rank == 0 else []}
+    for rank, (answers, _) in enumerate(found):
+        assert answers == common | {"rank": rank, "asked": [0] if rank == 0 else []}
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_default_group_does(
+    found: list[tuple[dict[str, Any], list[timedelta]]],
+) -> None:
+    assert [waits for _, waits in found] == [
+        [timedelta(hours=hours) for hours in WAITS.values() for _ in range(number)] for number in (2, 2, 1, 1)
+    ]
 
 
 def test_without_a_process_group_a_process_gets_its_own_answers() -> None:
@@ -133,26 +161,3 @@ def test_without_a_process_group_a_process_gets_its_own_answers() -> None:
     assert own is value
     consensus.close()
     assert consensus.any_rank(True)
-
-
-WAITS = {4.0: 4.0, 0.1: 0.5}  # hours that ranks wait in the default group, and in a consensus: at least half an hour
-
-
-def _waits(rank: int) -> list[timedelta]:
-    """How long groups of all ranks and of the first two wait, for each default group of ``WAITS``."""
-    found, store = [], c10d._get_default_store()
-    for hours in WAITS:
-        early, own = Consensus(), c10d.PrefixStore(str(hours), store)
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=3, timeout=timedelta(hours=hours))
-        early.close()  # its group was destroyed with the default one
-        for consensus in (Consensus(), *([Consensus([0, 1])] if rank < 2 else [])):
-            group: Any = consensus._group
-            found.append(group._get_backend(torch.device("cpu")).options._timeout)
-    return found
-
-
-def test_ranks_wait_for_each_other_as_long_as_the_default_group_does() -> None:
-    assert run_on_ranks(_waits, 3) == [
-        [timedelta(hours=hours) for hours in WAITS.values() for _ in range(number)] for number in (2, 2, 1)
-    ]

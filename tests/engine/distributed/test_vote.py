@@ -1,7 +1,6 @@
 """When any rank runs out of memory at any operation, all ranks know, none hangs, and the next step is right."""
 
 import gc
-import traceback
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.testing import out_of_memory
 
 CPU = torch.device("cpu")
-POINTS = {2: 12, 4: 9}  # by number of ranks: how many operations of a step are made to fail, evenly spread
+POINTS = 12  # how many operations of a step are made to fail, evenly spread
 
 
 @dataclass(frozen=True)
@@ -81,17 +80,14 @@ class Scenarios:
             next_step_right = same_bits(self.trainee.state(), self.after_a_step)
         return Trial(points, outcome, as_before, next_step_right)
 
-    def one_rank_fails(self) -> list[Trial]:
+    def one_rank_fails(self, *, points: int = POINTS) -> list[Trial]:
         operations = self.operations()
-        spread = range(0, operations, operations // POINTS[self.world_size])
+        spread = range(0, operations, operations // points)
         return [self.trial({index % self.world_size: point}) for index, point in enumerate(spread)]
-
-    def one_rank_fails_everywhere(self) -> list[Trial]:
-        return [self.trial({point % self.world_size: point}) for point in range(self.operations())]
 
     def two_ranks_fail(self) -> list[Trial]:
         operations = self.operations()
-        spread = [operations * index // 5 for index in range(1, 5)][:: self.world_size // 2]
+        spread = [operations * index // 4 for index in range(1, 4)]
         return [self.trial({0: one, self.world_size - 1: other}) for one in spread for other in spread]
 
     def other_errors(self) -> list[Trial]:
@@ -138,18 +134,15 @@ def play(rank: int) -> dict[str, Any]:
     scenarios = Scenarios(rank)
     played: dict[str, Any] = {
         "one rank fails": scenarios.one_rank_fails(),
-        "one rank fails at its first step": Scenarios(rank, warm_steps=0).one_rank_fails(),
+        "one rank fails at its first step": Scenarios(rank, warm_steps=0).one_rank_fails(points=POINTS // 2),
         "two ranks fail": scenarios.two_ranks_fail(),
         "other errors": scenarios.other_errors(),
         "votes and collectives": scenarios.votes_and_collectives(),
     }
-    try:
-        played["before clipping"] = scenarios.a_failure_before_clipping()
-    except Exception:
-        played["before clipping"] = traceback.format_exc()
+    played["before clipping"] = scenarios.a_failure_before_clipping()
     if hasattr(FSDPModule, "reset_iter_state"):  # FSDP as in torch before 2.13
         del FSDPModule.reset_iter_state
-    played["without reset_iter_state"] = scenarios.one_rank_fails()
+    played["without reset_iter_state"] = scenarios.one_rank_fails(points=POINTS // 2)
     return played
 
 
@@ -166,7 +159,7 @@ def test_all_ranks_learn_of_out_of_memory_anywhere_and_the_next_step_is_right(
     played: list[dict[str, Any]], scenario: str
 ) -> None:
     for ranks in played:
-        assert len(ranks["one rank fails"]) >= POINTS[len(played)]
+        assert len(ranks["one rank fails"]) >= POINTS
         assert {trial.outcome for trial in ranks[scenario]} == {"OUT_OF_MEMORY"}
         assert [trial for trial in ranks[scenario] if not trial.is_right] == []
 
@@ -190,7 +183,8 @@ def test_no_rank_waits_in_a_collective_inside_an_operation_on_dtensors(played: l
 
 
 def play_everywhere(rank: int) -> list[Trial]:
-    return Scenarios(rank).one_rank_fails_everywhere()
+    scenarios = Scenarios(rank)
+    return scenarios.one_rank_fails(points=scenarios.operations())
 
 
 @pytest.mark.exhaustive
@@ -210,7 +204,7 @@ def test_without_peers_the_outcome_is_that_of_this_process() -> None:
     assert run_or_abort_together(out_of_memory, Consensus()) is Outcome.OUT_OF_MEMORY
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_without_peers_another_error_is_raised(error: type[BaseException]) -> None:
     def fail() -> None:
         raise error

@@ -78,11 +78,10 @@ class Trainee:
         return any(parameter.grad is not None for parameter in self.parameters)
 
 
-@pytest.fixture(params=OPTIONS.values(), ids=list(OPTIONS))
-def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return request.param
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 
 
+@every_option
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 def test_all_trained_parameters_have_the_state_from_before_a_first_step(kind: Any, options: dict[str, Any]) -> None:
     trainee, stepped = Trainee(kind, **options), Trainee(kind, **options)
@@ -95,6 +94,7 @@ def test_all_trained_parameters_have_the_state_from_before_a_first_step(kind: An
     assert all(value.count_nonzero() == 0 for values in state.values() for value in values.values())
 
 
+@every_option
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_making_the_state_changes_nothing_else_and_later_steps_are_the_same(
     options: dict[str, Any], dtype: torch.dtype
@@ -149,10 +149,8 @@ def test_what_a_user_does_before_and_after_each_step_is_not_done() -> None:
 # ---- states of parameters that are not used
 
 
-def test_states_of_parameters_without_gradients_are_dropped_and_training_is_as_if_they_had_never_been(
-    options: dict[str, Any],
-) -> None:
-    untouched, prepared = Trainee(**options), Trainee(**options)
+def test_states_of_parameters_without_gradients_are_dropped_and_training_is_as_if_they_had_never_been() -> None:
+    untouched, prepared = Trainee(), Trainee()
     for trainee in (untouched, prepared):
         trainee.trained.pop(1)  # `train` gives it no gradients
     assert allocate_state(prepared.optimizer)
@@ -222,6 +220,7 @@ def test_parameters_stay_if_eps_is_zero_in_their_own_type(dtype: torch.dtype, ep
 # ---- out of memory half way
 
 
+@pytest.mark.parametrize("options", [OPTIONS["amsgrad"], OPTIONS["rate a tensor, fused"]], ids=str)
 def test_out_of_memory_half_way_leaves_nothing_behind(options: dict[str, Any]) -> None:
     before, trained = Trainee(**options).bits(), Trainee(**options).train()
     counted = Trainee(**options)

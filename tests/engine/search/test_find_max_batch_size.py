@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.support.faults import ShardedTrainee, change_fsdp_settings, fsdp_settings, same_bits
 from tests.support.ranks import run_on_ranks
-from torchtune_adaptive import InputError, NothingFitsError, SearchResult, find_max_batch_size
+from torchtune_adaptive import InputError, NothingFitsError, SearchResult, find_max_batch_size, find_max_tokens
 from torchtune_adaptive.engine.memory.devices import meter_for, optimizers_of
 from torchtune_adaptive.engine.memory.meter import device_memory_bytes
 from torchtune_adaptive.engine.search.options import Strategy
@@ -28,6 +28,8 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 MOST_ROWS = 64
 LIMITS = (28_000, 18_000)  # bytes of two ranks, sharded by FSDP2
 DDP_LIMITS = (140_000, 90_000)
+PAIR_LIMITS = (100_000_000, 1_000_000)
+SHORTEST_TOKENS = 4  # of rows that a search for tokens tries
 
 
 class Loop:
@@ -109,25 +111,17 @@ def strategy(request: pytest.FixtureRequest) -> Strategy:
 # ---- what is found
 
 
-@pytest.mark.parametrize("rows", [1, MOST_ROWS])
-def test_every_strategy_finds_what_exhaustive_search_finds(peaks: list[int], strategy: Strategy, rows: int) -> None:
-    for limit_bytes in (peaks[rows], peaks[rows] + 1000):
-        largest = max(size for size in range(MOST_ROWS + 1) if peaks[size] <= limit_bytes)
-        found = Perceptron().find(limit_bytes, strategy=strategy)
-        assert found.exact_batch_size == found.batch_size == largest
-
-
-def test_linear_extrapolation_takes_three_probes_and_no_failure(peaks: list[int]) -> None:
-    found = Perceptron().find(peaks[47], strategy="linear_extrapolation")
-    assert [(probe.batch_size, probe.fits) for probe in found.probes] == [(2, True), (3, True), (47, True)]
-
-
-def test_probes_show_which_sizes_were_tried_and_their_peaks(peaks: list[int], strategy: Strategy) -> None:
-    limit_bytes = peaks[20] + 10
+@pytest.mark.parametrize(("rows", "more_bytes"), [(1, 0), (20, 10), (47, 0), (MOST_ROWS, 1000)])
+def test_every_strategy_finds_what_exhaustive_search_finds_and_shows_what_it_tried(
+    peaks: list[int], strategy: Strategy, rows: int, more_bytes: int
+) -> None:
+    limit_bytes = peaks[rows] + more_bytes
     found = Perceptron().find(limit_bytes, strategy=strategy)
-    assert found.exact_batch_size in [probe.batch_size for probe in found.probes if probe.fits]
+    largest = max(size for size in range(MOST_ROWS + 1) if peaks[size] <= limit_bytes)
+    assert found.exact_batch_size == found.batch_size == largest
+    assert largest in [probe.batch_size for probe in found.probes if probe.fits]
     for probe in found.probes:
-        assert probe.fits == (probe.batch_size <= 20)
+        assert probe.fits == (probe.batch_size <= largest)
         assert probe.seconds > 0
         if probe.fits:
             assert probe.peak_bytes == peaks[probe.batch_size]
@@ -136,19 +130,8 @@ def test_probes_show_which_sizes_were_tried_and_their_peaks(peaks: list[int], st
         else:
             assert probe.peak_bytes > limit_bytes
     assert (found.strategy, found.world_size, found.bound) == (strategy, 1, MOST_ROWS)
-
-
-def test_a_step_whose_memory_does_not_grow_ends_the_search() -> None:
-    loop: Any = Perceptron()
-    make_batch, loss = loop.make_batch, loop.loss
-    loop.make_batch = lambda batch_size: (batch_size, make_batch(2))
-    loop.loss = lambda batch: loss(batch[1])
-    assert loop.find("1GiB", max_batch_size=1000).exact_batch_size == 1000
-
-
-@pytest.mark.parametrize("strategy", ["linear_extrapolation", "binary_search"])
-def test_without_a_bound_only_memory_limits_the_search(peaks: list[int], strategy: Strategy) -> None:
-    assert Perceptron().find(peaks[50], strategy=strategy, max_batch_size=None).exact_batch_size == 50
+    if strategy == "linear_extrapolation" and rows == 47:
+        assert [probe.batch_size for probe in found.probes] == [2, 3, 47]
 
 
 def test_a_model_that_cannot_train_on_one_row_can_be_searched() -> None:
@@ -212,12 +195,6 @@ def test_the_rows_that_exist_are_the_largest_size(kind: str) -> None:
     assert found.probes[-1].batch_size == 20
 
 
-def test_memory_may_still_be_less_than_the_rows_need(strategy: Strategy) -> None:
-    loop = fed_by(lambda n: ROWS[:n])
-    limit_bytes = peak_of(loop.train_step, ROWS[:13], loop)
-    assert loop.find(limit_bytes, strategy=strategy, max_batch_size=4096).exact_batch_size == 13
-
-
 @pytest.mark.parametrize("rows", [3, 4])
 def test_a_data_set_of_few_rows_is_searched_to_its_end(strategy: Strategy, rows: int) -> None:
     loop = fed_by(lambda n: ROWS[: min(n, rows)])
@@ -271,21 +248,6 @@ def test_a_search_restores_all_state(peaks: list[int], warm: bool) -> None:
     assert same_bits(loop.state(), before)
     assert all(parameter.grad is None for parameter in loop.model.parameters())
     assert hooks_of(loop) == 0
-
-
-def test_a_buffer_that_steps_replace_is_restored() -> None:
-    loop: Any = Perceptron()
-    loop.model.register_buffer("mean", mean := torch.zeros(()))
-    train_step = loop.train_step
-
-    def averaging(batch: Any) -> None:
-        train_step(batch)
-        loop.model.mean = loop.model.mean + 1
-
-    loop.train_step = averaging
-    loop.find("1MiB")
-    assert loop.model.mean is mean
-    assert mean == 0
 
 
 def test_a_step_that_changes_a_frozen_teacher_is_an_error() -> None:
@@ -427,6 +389,13 @@ def sharded_find(trainee: ShardedTrainee, limit_bytes: int, **options: Any) -> S
     )
 
 
+def sharded_tokens(trainee: ShardedTrainee, limit_bytes: int) -> int:
+    """The token budget of rows of up to four times ``SHORTEST_TOKENS``."""
+    options: Any = {"memory_limit": limit_bytes, "margin": 0.0, "seq_len": 4 * SHORTEST_TOKENS}
+    options |= {"model": trainee.model, "optimizer": trainee.optimizer}
+    return find_max_tokens(trainee.train, lambda rows, length: trainee.batch(rows * length), **options).max_tokens
+
+
 def on_unequal_ranks(rank: int, limits: tuple[int, int]) -> dict[str, Any]:
     """What every strategy finds if rank 1 has less memory, and the peaks of all steps on this rank."""
     trainee = ShardedTrainee(warm_steps=0)
@@ -444,6 +413,10 @@ def on_unequal_ranks(rank: int, limits: tuple[int, int]) -> dict[str, Any]:
     found["nothing fits on one rank"] = outcomes
     few = fed_by(lambda n: ROWS[: min(n, (20, 7)[rank])])
     found["few rows"] = {strategy: few.find("1GiB", strategy=strategy, max_batch_size=4096) for strategy in STRATEGIES}
+    pairs = fed_by(lambda n: torch.ones(n, 16))
+    pairs.loss = lambda batch: (pairs.model(batch) @ pairs.model(batch).T).square().sum()  # memory follows a curve
+    found["curves"] = pairs.find(PAIR_LIMITS[rank], max_batch_size=None)
+    found["tokens"] = sharded_tokens(trainee, limits[rank])
     found["settings"] = fails_while_settings_are_changed()
     found["DDP"] = in_distributed_data_parallel(DDP_LIMITS[rank])
     found["without a trace"] = same_bits(trainee.state(), before)
@@ -451,6 +424,7 @@ def on_unequal_ranks(rank: int, limits: tuple[int, int]) -> dict[str, Any]:
     results = [found[strategy][0] for strategy in STRATEGIES]
     sizes = {probe.batch_size for result in results for probe in result.probes}
     sizes |= {result.exact_batch_size + 1 for result in results}
+    sizes |= {found["tokens"], found["tokens"] + SHORTEST_TOKENS}
     found["peaks"] = {size: peak_of(trainee.train, trainee.batch(size), trainee) for size in sorted(sizes)}
     return found
 
@@ -528,20 +502,35 @@ def test_a_search_on_ranks_restores_all_state(on_ranks: list[dict[str, Any]]) ->
 def test_ranks_try_the_same_sizes_and_each_sees_its_own_peak(on_ranks: list[dict[str, Any]]) -> None:
     for strategy in STRATEGIES:
         results = [ranks[strategy][0] for ranks in on_ranks]
-        tried = [[(probe.batch_size, probe.fits) for probe in result.probes] for result in results]
-        assert tried[0] == tried[1]
+        assert tried_by(results[0]) == tried_by(results[1])
         assert [result.memory_limit_bytes for result in results] == [min(LIMITS)] * 2
         for ranks, result in zip(on_ranks, results, strict=True):
             fitting = [probe for probe in result.probes if probe.fits]
             assert [probe.peak_bytes for probe in fitting] == [ranks["peaks"][probe.batch_size] for probe in fitting]
 
 
+def test_both_ranks_find_the_token_budget_of_the_rank_with_less_memory(on_ranks: list[dict[str, Any]]) -> None:
+    budget, peaks = on_ranks[0]["tokens"], on_ranks[1]["peaks"]
+    assert budget == on_ranks[1]["tokens"]
+    assert peaks[budget] <= LIMITS[1] < peaks[budget + SHORTEST_TOKENS]
+
+
 def test_ranks_agree_on_the_rows_that_all_of_them_have(on_ranks: list[dict[str, Any]]) -> None:
     for strategy in STRATEGIES:
         results = [ranks["few rows"][strategy] for ranks in on_ranks]
         assert [result.exact_batch_size for result in results] == [7, 7]
-        tried = [[probe.batch_size for probe in result.probes] for result in results]
-        assert tried[0] == tried[1]
+        assert tried_by(results[0]) == tried_by(results[1])
+
+
+def test_ranks_follow_the_same_curve_where_only_one_runs_out_of_memory(on_ranks: list[dict[str, Any]]) -> None:
+    first, second = (ranks["curves"] for ranks in on_ranks)
+    assert tried_by(first) == tried_by(second)
+    assert not all(fits for _, fits in tried_by(first))
+    assert first.exact_batch_size == second.exact_batch_size > MOST_ROWS
+
+
+def tried_by(found: SearchResult) -> list[tuple[int, bool]]:
+    return [(probe.batch_size, probe.fits) for probe in found.probes]
 
 
 def test_nothing_fits_on_any_rank_if_nothing_fits_on_one(on_ranks: list[dict[str, Any]]) -> None:
@@ -667,17 +656,8 @@ def test_a_compiled_model_on_a_cpu_is_refused(in_place: bool) -> None:
 
 
 def test_data_that_a_step_changes_in_place_is_as_before() -> None:
-    data = torch.randn(4000, 8, generator=torch.Generator().manual_seed(1))
+    data = torch.randn(4000, 16, generator=torch.Generator().manual_seed(1))
     before = data.clone()
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train_step(rows: torch.Tensor) -> None:
-        model(rows.sub_(1).div_(2)).sum().backward()
-        optimizer.step()
-
-    found = find_max_batch_size(
-        train_step, lambda n: data[:n], model=model, optimizer=optimizer, memory_limit="64KiB", margin=0.0
-    )
-    assert found.batch_size > 100
+    loop = fed_by(lambda n: data[:n], lambda batch: batch.sub_(1).div_(2))
+    assert loop.find("64KiB", max_batch_size=None).batch_size > 100
     assert torch.equal(data, before)

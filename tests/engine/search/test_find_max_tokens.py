@@ -1,4 +1,4 @@
-"""Rows of every length fit within the token budget, and it is the largest, on one rank and on two."""
+"""Rows of every length fit within the token budget, and it is the largest. For ranks: test_find_max_batch_size."""
 
 from typing import Any
 
@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.engine.search.test_find_max_batch_size import peak_of
-from tests.support.faults import ShardedTrainee, same_bits
-from tests.support.ranks import run_on_ranks
+from tests.support.faults import same_bits
 from torchtune_adaptive import InputError, NothingFitsError, TokenSearchResult, find_max_tokens
 
 SEQ_LEN, VOCABULARY, WIDTH = 128, 50, 8
@@ -151,32 +150,3 @@ def test_shorter_rows_that_are_fewer_than_the_budget_allows_do_not_lower_it() ->
     expected = loop.find(250_000).longest.exact_batch_size
     loop.make_batch = lambda rows, length: torch.ones(min(rows, expected + 1), length, dtype=torch.long)
     assert loop.find(250_000).max_tokens >= expected * SEQ_LEN
-
-
-# ---- on two ranks
-
-UNEQUAL = (90_000, 60_000)  # bytes
-
-
-def _on_unequal_ranks(rank: int) -> dict[str, Any]:
-    """The budget that is found if rank 1 has less memory, and the peaks on this rank of it and of 16 tokens more."""
-    trainee = ShardedTrainee(warm_steps=0)
-    before = trainee.state()
-
-    def make_batch(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return trainee.batch(rows * length)
-
-    options: Any = {"memory_limit": UNEQUAL[rank], "margin": 0.0, "seq_len": 64}
-    found = find_max_tokens(trainee.train, make_batch, model=trainee.model, optimizer=trainee.optimizer, **options)
-    restored = same_bits(trainee.state(), before)
-    trainee.step()
-    peaks = [peak_of(trainee.train, trainee.batch(found.max_tokens + more), trainee) for more in (0, 16)]
-    return {"found": found.max_tokens, "restored": restored, "peaks": peaks}
-
-
-def test_both_ranks_find_the_budget_of_the_rank_with_less_memory() -> None:
-    ranks = run_on_ranks(_on_unequal_ranks, 2)
-    assert all(rank["restored"] for rank in ranks)
-    assert ranks[0]["found"] == ranks[1]["found"]
-    peak, with_more = ranks[1]["peaks"]
-    assert peak <= min(UNEQUAL) < with_more

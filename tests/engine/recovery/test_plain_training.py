@@ -1,6 +1,7 @@
-"""``RecoverableStep`` with a model in ``DistributedDataParallel`` trains as plain DistributedDataParallel does."""
+"""With recovery, training is as plain training in ``DistributedDataParallel``, or under FSDP2 that reduces once."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.faults import same_bits, under
+from tests.support.faults import fsdp_settings, same_bits, tensors_of, under
 from tests.support.layers import RunningMean
 from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import CannotRecoverError, RecoverableStep
@@ -42,10 +43,6 @@ class Net(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         hidden = self.dropout(self.norm(self.second(torch.relu(self.first(rows)))))
-        if self._kind == "collective in forward":
-            mean = hidden.detach().mean().clone()
-            dist.all_reduce(mean)
-            hidden = hidden - mean
         if "unused" not in self._kind or dist.get_rank() == 1:
             hidden = hidden + self.of_rank_one(hidden)
         if "unused" not in self._kind:
@@ -58,42 +55,49 @@ class Variant:
     kind: str = ""
     bf16: bool = False  # by autocast
     passes: int = 1  # backward passes of a micro-step
-    options: dict[str, Any] = field(default_factory=dict)  # of DistributedDataParallel
+    options: dict[str, Any] = field(default_factory=dict)  # of DistributedDataParallel or FSDP2
 
 
+SHARDED = Variant("sharded")
 VARIANTS = {
     "defaults": Variant(),
-    "autocast": Variant(bf16=True),
-    "buffers": Variant("mean"),
+    "autocast and buffers": Variant("mean", bf16=True),
     "buffers without broadcasts": Variant("mean", options={"broadcast_buffers": False}),
-    "gradients as views": Variant(options={"gradient_as_bucket_view": True}),
-    "small buckets": Variant(options={"bucket_cap_mb": 0.001}),
-    "frozen parameters": Variant("frozen"),
+    "small buckets as views, and frozen parameters": Variant(
+        "frozen", options={"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}
+    ),
     "layers unfrozen after a step": Variant("thawing", options={"find_unused_parameters": True}),
     "unused parameters": Variant("unused", options={"find_unused_parameters": True}),
     "compiled": Variant("compiled"),
+    "sharded": SHARDED,
+    "sharded, bf16": Variant("sharded", options={"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
 }
 
 
 class Training:
-    """A few optimizer steps on this rank, by plain DistributedDataParallel or with recovery."""
+    """A few optimizer steps on this rank, plain or with recovery."""
 
     def __init__(self, variant: Variant) -> None:
         torch.manual_seed(0)
         self.variant = variant
-        net = Net(variant.kind)
+        self.net = Net(variant.kind)
         if variant.kind == "compiled":
-            net.compile(backend="aot_eager")
-        self.ddp = DistributedDataParallel(net, **variant.options)
-        self.ddp.module.first.requires_grad_(variant.kind != "thawing")
-        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01)
+            self.net.compile(backend="aot_eager", dynamic=True)
+        self.model: Any = self.net
+        if variant.kind == "sharded":
+            for part in (self.net.first, self.net.second, self.net):
+                fully_shard(part, **variant.options)
+        else:
+            self.model = DistributedDataParallel(self.net, **variant.options)
+        self.net.first.requires_grad_(variant.kind != "thawing")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         torch.manual_seed(1 + dist.get_rank())
 
     def micro_step(self, rows: torch.Tensor) -> torch.Tensor:
         losses = []
         for part in rows.chunk(self.variant.passes, dim=1):
             with torch.autocast("cpu", torch.bfloat16, enabled=self.variant.bf16):
-                loss = self.ddp(part).float().square().sum() / ROWS
+                loss = self.model(part).float().square().sum() / ROWS
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
@@ -101,18 +105,24 @@ class Training:
     def plain(self, *sizes: int) -> list[torch.Tensor]:
         """The final state after steps with micro-batches of these sizes."""
         for number, size in enumerate(sizes):
-            *others, last = self._rows(number).split(size)
+            parts = self.rows(number).split(size)
             self._thaw(number)
-            for rows in others:
-                with self.ddp.no_sync():
+            for micro_step, rows in enumerate(parts, start=1):
+                with self.reducing(is_last=micro_step == len(parts)):
                     self.micro_step(rows)
-            self.micro_step(last)
-            self._update()
-        return self._state()
+            self.update()
+        return self.state()
 
-    def recoverable(self, size: int = LARGE) -> RecoverableStep[torch.Tensor]:
-        options: Any = {"micro_batch_size": size, "on_event": lambda event: None}
-        return RecoverableStep(self.ddp, self.micro_step, **options)
+    def reducing(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Context of a plain backward pass: the last one of an optimizer step reduces gradients."""
+        if self.variant.kind == "sharded":
+            self.model.set_requires_gradient_sync(is_last)
+        return nullcontext() if is_last or self.variant.kind == "sharded" else self.model.no_sync()
+
+    def recoverable(self, size: int = LARGE, micro_step: Any = None) -> RecoverableStep[torch.Tensor]:
+        options: Any = {"micro_batch_size": size, "optimizer": self.optimizer, "on_event": lambda event: None}
+        options |= {"reduce": "last"} if self.variant.kind == "sharded" else {}
+        return RecoverableStep(self.model, micro_step or self.micro_step, **options)
 
     def recovering(self, size: int, place: int | None = None, *, fault_in: tuple[int, int] = (0, 0)) -> list[Any]:
         """The same with recovery, and a fault of rank 1 at ``place`` in a micro-step of a step."""
@@ -122,27 +132,26 @@ class Training:
             faults = {fault_in[1]: Fault(place, ranks=[1])} if number == fault_in[0] else {}
             wrap_micro_steps(step, partial(under, faults))
             step.backoff = Backoff()  # which does not try larger micro-batches again
-            step(self._rows(number))
-            self._update()
+            step(self.rows(number))
+            self.update()
         assert len(step.events) == (place is not None)
         step.close()
-        return self._state()
+        return self.state()
 
-    def _rows(self, number: int) -> torch.Tensor:
+    def rows(self, number: int) -> torch.Tensor:
         return torch.randn(ROWS, 3, WIDTH, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
 
     def _thaw(self, number: int) -> None:
         if number == 1:
-            self.ddp.module.first.requires_grad_(True)
+            self.net.first.requires_grad_(True)
 
-    def _update(self) -> None:
-        nn.utils.clip_grad_norm_(self.ddp.parameters(), 1.0)
+    def update(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _state(self) -> list[torch.Tensor]:
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        return [tensor.detach().clone() for tensor in (*self.ddp.state_dict().values(), *states)]
+    def state(self) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in (*tensors_of(self.model, self.optimizer), *self.model.buffers())]
 
 
 def _compared(rank: int) -> dict[str, dict[str, bool]]:
@@ -160,17 +169,7 @@ def _compared(rank: int) -> dict[str, dict[str, bool]]:
     return found
 
 
-def _differences(rank: int) -> list[float]:
-    """The largest difference from plain training, without a fault and with one."""
-    plain = Training(Variant()).plain(*[SMALL] * STEPS)
-    runs = Training(Variant()).recovering(SMALL), Training(Variant()).recovering(LARGE, FAULTS[2], fault_in=(0, 1))
-    return [
-        max((one.double() - other.double()).abs().max().item() for one, other in zip(plain, run, strict=True))
-        for run in runs
-    ]
-
-
-# ---- buckets
+# ---- what is reduced
 
 
 def _issued(rank: int) -> list[list[int]]:
@@ -188,7 +187,7 @@ def _issued(rank: int) -> list[list[int]]:
             if step.recovers:
                 buckets.append(len(step._recovery._ledger.issued))
 
-        training.ddp.module.first.register_full_backward_hook(note)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        training.net.first.register_full_backward_hook(note)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("torchtune_adaptive.engine.distributed.ddp_ledger.BUCKET_BYTES", 4 * WIDTH * WIDTH)
             step(torch.ones(ROWS, 3, WIDTH))
@@ -204,6 +203,30 @@ def test_a_bucket_has_parameters_of_one_type_up_to_its_size() -> None:
     assert [[one.numel() for one in bucket] for bucket in buckets] == [[3, 2], [2], [9], [1], [1]]
 
 
+def _collectives_when_sharded(rank: int) -> tuple[list[set[str]], list[bool]]:
+    """The kinds of collectives in both expected, and whether FSDP2's settings are as before after steps.
+
+    Of these the second ends with an error in its first micro-step.
+    """
+    training = Training(SHARDED)
+    step = training.recoverable()
+    training.model(torch.ones(1, WIDTH))  # sets FSDP2 up
+    before = fsdp_settings(training.model)
+    step(training.rows(0))
+    are_as_before = [fsdp_settings(training.model) == before]
+    training.update()
+    wrap_micro_steps(step, _fail)
+    with pytest.raises(KeyError):
+        step(training.rows(0))
+    are_as_before.append(fsdp_settings(training.model) == before)
+    recovery: Any = step._recovery
+    return [{one.kind for one in expected} for expected in recovery._ledger.expected], are_as_before
+
+
+def _fail(number: int, run: Callable[[], Any]) -> Any:
+    raise KeyError("the user's own mistake")
+
+
 # ---- what is refused
 
 
@@ -211,36 +234,48 @@ def _refused(rank: int) -> dict[str, str]:
     """The reason on this rank, by what the model does."""
 
     def hook(training: Training) -> None:
-        training.ddp.register_comm_hook(None, fp16_compress_hook)
+        training.model.register_comm_hook(None, fp16_compress_hook)
 
     def buffer_hook(training: Training) -> None:
-        training.ddp._register_buffer_comm_hook(None, lambda state, buffers: None)
+        training.model._register_buffer_comm_hook(None, lambda state, buffers: None)
 
     def nested(training: Training) -> None:
-        training.ddp.module.last = DistributedDataParallel(nn.Linear(WIDTH, 4))
+        training.net.dropout = DistributedDataParallel(nn.Linear(WIDTH, WIDTH))  # pyright: ignore
+
+    def inside(training: Training) -> None:
+        training.model = nn.Sequential(training.model)
+
+    def never_last(training: Training) -> None:
+        training.net.register_forward_pre_hook(lambda *_: training.model.set_is_last_backward(False))
 
     half: Any = MixedPrecision(param_dtype=torch.bfloat16)
     cases: dict[str, tuple[Variant, Callable[[Training], object]]] = {
-        "hook": (Variant(), hook),
-        "buffer hook": (Variant(), buffer_hook),
-        "nested": (Variant(), nested),
-        "mixed precision": (Variant(options={"mixed_precision": half}), lambda training: None),
-        "static graph": (Variant(options={"static_graph": True}), lambda training: None),
-        "collective in forward": (Variant("collective in forward"), lambda training: None),
+        "DistributedDataParallel with a communication hook is not supported": (Variant(), hook),
+        "DistributedDataParallel with a hook for buffers is not supported": (Variant(), buffer_hook),
+        "DistributedDataParallel with another DistributedDataParallel or FSDP2 in it is not supp": (Variant(), nested),
+        "DistributedDataParallel with its own mixed precision is not supported": (
+            Variant(options={"mixed_precision": half}),
+            lambda training: None,
+        ),
+        "DistributedDataParallel with a static graph is not supported": (
+            Variant(options={"static_graph": True}),
+            lambda training: None,
+        ),
+        "a module is in a DistributedDataParallel; whole models in": (Variant(), inside),
+        "a micro-step ends after `set_is_last_backward(False)`": (SHARDED, never_last),
     }
     told = {}
-    for name, (variant, change) in cases.items():
+    for sentence, (variant, change) in cases.items():
         with mock.patch.object(torch, "Stream"):  # of mixed precision: torch for CUDA cannot make it without a GPU
             training = Training(variant)
         change(training)
         with pytest.raises(CannotRecoverError) as raised:
             training.recovering(LARGE)
-        told[name] = str(raised.value).removeprefix("An out-of-memory error in training will end the run: ")
-    inside = nn.Sequential(DistributedDataParallel(nn.Linear(WIDTH, 4)))
-    step = RecoverableStep(inside, lambda rows: inside(rows).sum().backward(), micro_batch_size=LARGE)
-    with pytest.raises(CannotRecoverError) as raised:
-        step(torch.ones(ROWS, WIDTH))
-    return told | {"inside": str(raised.value)}
+        told[sentence] = str(raised.value)
+    return told
+
+
+# ---- how often a gradient grows
 
 
 def _used_twice(rank: int) -> str:
@@ -256,26 +291,25 @@ def _used_twice(rank: int) -> str:
 
 def _used_twice_at_times(rank: int) -> bool:
     """Whether steps of one micro-step, of two backward passes for several rows and else of one, equal plain ones."""
-    training = Training(Variant())
+    training, plain = Training(Variant()), Training(Variant())
 
     def micro_step(rows: torch.Tensor) -> torch.Tensor:
         training.variant = Variant(passes=1 + (len(rows) > 1))
         return training.micro_step(rows)
 
-    step = RecoverableStep(training.ddp, micro_step, micro_batch_size=LARGE)
-    step.dry_run(training._rows(0))
+    step = training.recoverable(micro_step=micro_step)
+    step.dry_run(training.rows(0))
     for number, rows in enumerate((1, LARGE, 1, LARGE)):
-        step(training._rows(number)[:rows])
-        training._update()
-    plain = Training(Variant())
+        step(training.rows(number)[:rows])
+        training.update()
+    torch.manual_seed(1 + rank)
     for number, rows in enumerate((1, LARGE, 1, LARGE)):
-        *first, last = plain._rows(number)[:rows].chunk(1 + (rows > 1), dim=1)
-        with plain.ddp.no_sync():
-            for part in first:
+        parts = plain.rows(number)[:rows].chunk(1 + (rows > 1), dim=1)
+        for place, part in enumerate(parts, start=1):
+            with plain.reducing(is_last=place == len(parts)):
                 plain.micro_step(part)
-        plain.micro_step(last)
-        plain._update()
-    return same_bits(training._state(), plain._state())
+        plain.update()
+    return same_bits(training.state(), plain.state())
 
 
 def _penalised(rank: int) -> bool:
@@ -285,33 +319,26 @@ def _penalised(rank: int) -> bool:
         training = Training(Variant())
         step: Any = training.recoverable(ROWS) if recovers else training.micro_step
         for number in range(STEPS):
-            step(training._rows(number))
-            torch.stack([one.square().sum() for one in training.ddp.module.parameters()]).sum().backward()
-            training._update()
-        states.append(training._state())
+            step(training.rows(number))
+            torch.stack([one.square().sum() for one in training.net.parameters()]).sum().backward()
+            training.update()
+        states.append(training.state())
     return same_bits(*states)
 
 
-def _group_of_two(rank: int) -> list[Any]:
-    """The events of two ranks of four that train a model together, while the others do something else."""
-    groups: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    if rank < 2:
-        dist.barrier(groups[0])  # both have connected
-        return []
-    ddp = DistributedDataParallel(nn.Linear(4, 1), process_group=groups[1])
-    step = RecoverableStep(
-        ddp, lambda rows: ddp(rows).sum().backward(), micro_batch_size=4, on_event=lambda event: None
-    )
-    wrap_micro_steps(step, partial(under, {0: Fault(0, ranks=[3])}))
-    step(torch.ones(4, 4))
-    return [event.ranks for event in step.events]
-
-
-# ---- on ranks
+# ---- on two ranks
 
 
 def _on_two(rank: int) -> dict[str, Any]:
-    scenarios = (_compared, _issued, _refused, _used_twice, _used_twice_at_times, _penalised)
+    scenarios = (
+        _compared,
+        _issued,
+        _collectives_when_sharded,
+        _refused,
+        _used_twice,
+        _used_twice_at_times,
+        _penalised,
+    )
     return {scenario.__name__: scenario(rank) for scenario in scenarios}
 
 
@@ -333,17 +360,17 @@ def test_the_last_micro_step_averages_buckets_while_it_computes(on_two: list[dic
         assert twice == [0, 0, 0, once[1]]  # complete only in the second pass
 
 
+def test_only_the_last_micro_step_reduces_under_fsdp2(on_two: list[dict[str, Any]]) -> None:
+    for (others, last), are_as_before in (found["_collectives_when_sharded"] for found in on_two):
+        assert others == {"all-gather"}
+        assert last == {"all-gather", "reduce-scatter"}
+        assert are_as_before == [True, True]
+
+
 def test_what_cannot_work_is_refused_by_name_on_every_rank(on_two: list[dict[str, Any]]) -> None:
     first, second = (found["_refused"] for found in on_two)
     assert first == second
-    prefix, suffix = "DistributedDataParallel with ", " is not supported."
-    assert first["hook"] == f"{prefix}a communication hook{suffix}"
-    assert first["buffer hook"] == f"{prefix}a hook for buffers{suffix}"
-    assert first["nested"] == f"{prefix}another DistributedDataParallel or FSDP2 in it{suffix}"
-    assert first["static graph"] == f"{prefix}a static graph{suffix}"
-    assert first["mixed precision"] == f"{prefix}its own mixed precision{suffix}"
-    assert "1 collectives, but only 0 of them gather parameters or reduce gradients" in first["collective in forward"]
-    assert "a module is in a DistributedDataParallel; whole models in" in first["inside"]
+    assert [told for sentence, told in first.items() if sentence not in told] == []
 
 
 def test_a_gradient_that_grows_after_its_average_is_an_error_not_a_wrong_result(on_two: list[dict[str, Any]]) -> None:
@@ -357,15 +384,3 @@ def test_how_often_a_gradient_grows_may_change_if_it_did_so_in_the_dry_run(on_tw
 
 def test_a_backward_pass_between_the_steps_is_not_averaged(on_two: list[dict[str, Any]]) -> None:
     assert [found["_penalised"] for found in on_two] == [True, True]
-
-
-def _on_four(rank: int) -> tuple[list[float], list[Any]]:
-    return _differences(rank), _group_of_two(rank)
-
-
-def test_four_ranks_differ_by_the_order_of_their_sums_and_only_those_of_the_process_group_take_part() -> None:
-    found = run_on_ranks(_on_four, 4)
-    for differences, _ in found:
-        assert max(differences) < 1e-5
-        assert differences[0] == differences[1]
-    assert [events for _, events in found] == [[], [], [(3,)], [(3,)]]
