@@ -8,7 +8,7 @@ import torch
 import torch._dynamo
 from torch import nn
 
-from torchtune_adaptive import RecoverableStep, find_max_batch_size
+from torchtune_adaptive import RecoverableStep
 
 SIZES = range(1, 13)
 
@@ -52,19 +52,6 @@ def test_a_step_may_have_micro_batches_of_more_than_eight_sizes(model: PartlyCom
         step(torch.ones(size, 4))
         model.zero_grad()
     assert model.compiled == set(SIZES)
-
-
-@pytest.mark.slow
-def test_more_than_eight_sizes_may_be_searched_and_trained(model: PartlyCompiled) -> None:
-    def train_step(samples: torch.Tensor) -> None:
-        model(samples).square().sum().backward()
-
-    find_max_batch_size(
-        train_step, lambda size: torch.ones(size, 4), model=model, optimizer=[], max_batch_size=64, memory_limit="1GiB"
-    )
-    for size in SIZES:
-        train_step(torch.ones(size, 4))
-    assert model.compiled >= set(SIZES)
 
 
 def test_a_larger_limit_of_the_user_is_kept(model: PartlyCompiled) -> None:

@@ -11,7 +11,6 @@ from torchtune_adaptive import engine
     ("version", "local_rank", "told"),
     [
         ("2.15.0+cpu", "0", []),
-        ("2.9.1", "0", []),
         ("2.16.0", "0", ["torchtune_adaptive is tested up to torch 2.15, but 2.16.0 is installed."]),
         ("3.0.0a0+git", "0", ["torchtune_adaptive is tested up to torch 2.15, but 3.0.0a0+git is installed."]),
         ("2.16.0", "1", []),

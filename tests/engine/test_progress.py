@@ -3,7 +3,6 @@
 import errno
 import io
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,14 +34,7 @@ def closed() -> io.StringIO:
     return output
 
 
-def full_device() -> Any:
-    if not Path("/dev/full").exists():
-        pytest.skip("needs a device that is always full")
-    return open("/dev/full", "w", buffering=1, encoding="utf-8")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the last flush of /dev/full
-@pytest.mark.parametrize("make", [*(lambda n=n: FullAfter(n) for n in range(9)), closed, full_device, lambda: None])
+@pytest.mark.parametrize("make", [*(lambda n=n: FullAfter(n) for n in range(9)), closed, lambda: None])
 def test_output_that_is_lost_at_any_moment_ends_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", make())
     assert list(Bar(range(3), mininterval=0, miniters=1)) == [0, 1, 2]

@@ -45,84 +45,43 @@ def _fails_before_use(group: dist.ProcessGroup) -> None:
     raise torch.OutOfMemoryError(f"before {type(result)} is used")
 
 
-def _trials(rank: int) -> dict[str, Any]:
-    group = dist.group.WORLD
-    assert group is not None
-    recorded: list[FunctionalCollective] = []
+def _recorded_and_noted(group: dist.ProcessGroup) -> None:
+    """What is noted is what would be issued, without communication. A peer gets zeros from a rank that replays."""
+    recorded, noted = list[FunctionalCollective](), list[FunctionalCollective]()
     with RecordFunctional(recorded.append) as recording:
         expected = _issue(group)
-    noted: list[FunctionalCollective] = []
+    assert recording.issued == 3
     counts = IssuedCounts([recorded[0].group])
     counts.start()
     with DryRecordFunctional(noted.append):
         results = _issue(group)
-    counted_while_noting = counts.since_start()
-    if rank == 0:  # the peer computes; this rank only issues what the peer waits for
+    assert not counts.since_start()
+    assert noted == recorded
+    assert [one.shape for one in results] == [one.shape for one in expected]
+    assert not any(one.any() for one in results)
+    if dist.get_rank() == 0:  # the peer computes; this rank only issues what the peer waits for
         for collective in noted:
             collective.replay(torch.device("cpu"))
-        reduced = torch.zeros(4)
     else:
-        reduced = _issue(group)[0]
-    counted = counts.since_start()[recorded[0].group]
-    refused = ""
-    try:
-        with DryRecordFunctional(noted.append):
-            dist.all_reduce(torch.ones(1))
-    except CannotRecordError as error:
-        refused = str(error)
-    consensus = Consensus()
-    outcome = run_or_abort_together(lambda: _fails_before_use(group), consensus)
-    after_vote = _unwaited()
-    before, unused = 0, None
-    try:
+        assert _issue(group)[0].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert counts.since_start()[recorded[0].group] == 3  # by torch, also those replayed
+
+
+def _refused(group: dist.ProcessGroup) -> None:
+    """A collective that is not functional cannot be noted."""
+    with pytest.raises(CannotRecordError, match=r"^c10d.allreduce_.default is not known$"), DryRecordFunctional(print):
+        dist.all_reduce(torch.ones(1))
+
+
+def _left_unused(group: dist.ProcessGroup) -> None:
+    """A result that an error left unused is waited for."""
+    outcome = run_or_abort_together(lambda: _fails_before_use(group), Consensus())
+    assert (outcome, _unwaited()) == (Outcome.OUT_OF_MEMORY, 0)
+    with pytest.raises(torch.OutOfMemoryError):
         _fails_before_use(group)
-    except torch.OutOfMemoryError:
-        before, unused = _unwaited(), wait_for_unused_results()
-    return {
-        "issued": recording.issued,
-        "noted": noted == recorded,
-        "shapes": [one.shape for one in results] == [one.shape for one in expected],
-        "zeros": not any(one.any() for one in results),
-        "counts": (counted_while_noting, counted),
-        "reduced": reduced.tolist(),
-        "refused": refused,
-        "vote": (outcome, after_vote),
-        "unwaited": (before, unused, _unwaited()),
-        "masks": _masks(),
-    }
-
-
-@pytest.fixture(scope="module")
-def on_ranks() -> list[dict[str, Any]]:
-    return run_on_ranks(_trials, 2)
-
-
-def test_what_is_noted_is_what_would_be_issued_and_nothing_is_communicated(on_ranks: Any) -> None:
-    for rank in on_ranks:
-        assert rank["issued"] == 3
-        assert rank["noted"]
-        assert rank["shapes"]
-        assert rank["zeros"]
-        assert not rank["counts"][0]
-
-
-def test_a_peer_gets_zeros_from_a_rank_that_replays(on_ranks: Any) -> None:
-    assert on_ranks[1]["reduced"] == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_torch_counts_each_collective_of_a_group_also_those_replayed(on_ranks: Any) -> None:
-    assert [rank["counts"][1] for rank in on_ranks] == [3, 3]
-
-
-def test_a_collective_that_is_not_functional_cannot_be_noted(on_ranks: Any) -> None:
-    for rank in on_ranks:
-        assert rank["refused"] == "c10d.allreduce_.default is not known"
-
-
-def test_a_result_that_an_error_left_unused_is_waited_for(on_ranks: Any) -> None:
-    for rank in on_ranks:
-        assert rank["vote"] == (Outcome.OUT_OF_MEMORY, 0)
-        assert rank["unwaited"] == (1, None, 0)
+    assert _unwaited() == 1
+    wait_for_unused_results()
+    assert _unwaited() == 0
 
 
 def _looked_up(embedding: nn.Module, rows: list[int]) -> DTensor:
@@ -134,22 +93,24 @@ def _looked_up(embedding: nn.Module, rows: list[int]) -> DTensor:
     return found
 
 
-def _masks() -> tuple[str, bool]:
+def _masks(group: dist.ProcessGroup) -> None:
+    """After an error another batch can be looked up in a sharded embedding."""
     mesh = init_device_mesh("cpu", (2,))
     embedding = parallelize_module(nn.Embedding(4, 1), mesh, RowwiseParallel(input_layouts=Replicate()))
     _looked_up(embedding, [0, 1])  # an error prevents the sum, so that the mask stays
-    conflict = ""
-    try:
+    with pytest.raises(RuntimeError, match=r"^MaskBuffer has been materialized with conflicting data$"):
         _looked_up(embedding, [3, 2])
-    except RuntimeError as error:
-        conflict = str(error)
     drop_unfinished_masks()
     weight: Any = embedding.weight
     found = _looked_up(embedding, [3, 2]).full_tensor()
-    return conflict, torch.equal(found, weight.full_tensor()[[3, 2]])
+    assert torch.equal(found, weight.full_tensor()[[3, 2]])
 
 
-def test_after_an_error_another_batch_can_be_looked_up(on_ranks: Any) -> None:
-    for conflict, is_right in (rank["masks"] for rank in on_ranks):
-        assert conflict == "MaskBuffer has been materialized with conflicting data"
-        assert is_right
+def _on_two(rank: int) -> None:
+    assert dist.group.WORLD is not None
+    for scenario in (_recorded_and_noted, _refused, _left_unused, _masks):
+        scenario(dist.group.WORLD)
+
+
+def test_collectives_of_a_model_are_recorded_replayed_waited_for_and_forgotten() -> None:
+    run_on_ranks(_on_two, 2)

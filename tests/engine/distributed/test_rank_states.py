@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.rank_states import RankStates
@@ -53,25 +52,8 @@ def through_file(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def same(one: Any, other: Any) -> bool:
-    leaves, others = (tree_leaves(value) for value in (one, other))
-    pairs = zip(leaves, others, strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
-
-
 def states_of(consensus: Consensus | None = None) -> RankStates:
     return RankStates(consensus or Consensus(), CPU)
-
-
-def test_a_loaded_state_is_saved_unchanged() -> None:
-    seed_all(3)
-    saved = through_file(states_of().now(longest_row_tokens=7))
-    resumed = states_of()
-    assert same(resumed.load(saved), saved[0])
-    seed_all(4)
-    assert same(resumed.now(longest_row_tokens=7), saved)  # before it is restored, too
-    resumed.restore()
-    assert same(resumed.now(longest_row_tokens=7), saved)
 
 
 def test_loading_leaves_generators_alone_and_they_are_restored_once() -> None:
@@ -80,6 +62,7 @@ def test_loading_leaves_generators_alone_and_they_are_restored_once() -> None:
     resumed = states_of()
     seed_all(4)
     resumed.load(saved)
+    again = resumed.now()  # a run that ends before it draws saves what it has loaded
     drawn = draws()
     seed_all(4)
     assert drawn == draws()
@@ -87,6 +70,10 @@ def test_loading_leaves_generators_alone_and_they_are_restored_once() -> None:
     first = draws()
     resumed.restore()
     assert draws() != first
+    second = states_of()
+    second.load(again)
+    second.restore()
+    assert draws() == first
     states_of().restore()  # of a run that was not resumed
 
 

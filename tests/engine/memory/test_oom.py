@@ -18,7 +18,6 @@ from torch.distributed import distributed_c10d
 from torchtune_adaptive.engine.memory import out_of_memory
 from torchtune_adaptive.engine.memory.out_of_memory import (
     comes_from_out_of_memory,
-    errors_behind,
     free_memory,
     is_out_of_memory,
     is_out_of_memory_in_collective,
@@ -140,31 +139,25 @@ def test_any_other_text_is_not_out_of_memory(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free_mib", "lacks"), [(None, False), (0, True), (255, True), (256, False)], ids=["no CUDA", "0", "255", "256"]
+    ("texts", "free_mib", "num_ooms", "lacks"),
+    [
+        (UNCLEAR_TEXTS, None, 0, False),
+        (UNCLEAR_TEXTS, 255, 0, True),
+        (UNCLEAR_TEXTS, 256, 1, False),
+        (WORKSPACE_TEXTS, None, 0, True),
+        (WORKSPACE_TEXTS, 255, 0, True),
+        (WORKSPACE_TEXTS, 8000, 1, True),  # the allocator has refused memory before
+        (WORKSPACE_TEXTS, 8000, 0, False),
+    ],
 )
-@pytest.mark.parametrize("text", UNCLEAR_TEXTS)
-def test_an_unclear_text_counts_while_the_device_has_almost_no_memory(
-    text: str, free_mib: int | None, lacks: bool, monkeypatch: pytest.MonkeyPatch
+def test_an_unclear_text_counts_only_where_the_device_lacks_memory(
+    texts: tuple[str, ...], free_mib: int | None, num_ooms: int, lacks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: free_mib is not None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((free_mib or 0) * 2**20, 80 * 2**30))
-    assert is_out_of_memory(RuntimeError(text)) == lacks
-
-
-@pytest.mark.parametrize(
-    ("free_mib", "num_ooms", "lacks"),
-    [(None, 0, True), (8000, 1, True), (255, 0, True), (8000, 0, False)],
-    ids=["no CUDA", "the allocator has failed", "full", "enough"],
-)
-@pytest.mark.parametrize("text", WORKSPACE_TEXTS)
-def test_a_library_without_an_algorithm_lacks_memory_unless_none_was_refused_and_there_is_enough(
-    text: str, free_mib: int | None, num_ooms: int, lacks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same text comes from a library of another version, or from a device that is too old."""
+    """The same text comes from a library of another version, or from a device that is too old. None: without CUDA."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: free_mib is not None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: ((free_mib or 0) * 2**20, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_ooms": num_ooms} if num_ooms else {})
-    assert is_out_of_memory(RuntimeError(text)) == lacks
+    assert [is_out_of_memory(RuntimeError(text)) for text in texts] == [lacks] * len(texts)
 
 
 def test_an_error_of_the_operating_system_counts_by_its_number() -> None:
@@ -213,16 +206,9 @@ def chain(*errors: BaseException) -> BaseException:
             if before:
                 raise chain(*before)
         finally:
-            raise last
+            raise last from None  # as code that hides the error before
     except BaseException as error:
         return error
-
-
-def test_errors_behind_an_error_are_all_that_were_being_handled() -> None:
-    errors = [torch.OutOfMemoryError("first"), KeyError("second"), RuntimeError("third")]
-    assert list(errors_behind(chain(*errors))) == errors[::-1]
-    assert list(errors_behind(errors[0])) == errors[:1]
-    assert list(errors_behind(None)) == []
 
 
 @pytest.mark.parametrize(
@@ -238,18 +224,6 @@ def test_errors_behind_an_error_are_all_that_were_being_handled() -> None:
 )
 def test_an_error_comes_from_out_of_memory_if_any_behind_it_is(errors: list[BaseException], expected: bool) -> None:
     assert comes_from_out_of_memory(chain(*errors)) is expected
-
-
-def test_an_error_that_hides_the_one_before_it_still_comes_from_it() -> None:
-    caught: list[bool] = []
-    try:
-        try:
-            raise torch.OutOfMemoryError("first")
-        except torch.OutOfMemoryError:
-            raise RuntimeError("second") from None
-    except RuntimeError as error:
-        caught.append(comes_from_out_of_memory(error))
-    assert caught == [True]
 
 
 def test_an_error_of_the_cpu_allocator_is_out_of_memory() -> None:
@@ -331,20 +305,19 @@ def nothing_is_frozen() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_frozen")
-def test_only_new_garbage_is_searched_and_all_of_it_is_freed() -> None:
+def test_only_new_garbage_is_searched_and_all_of_it_is_freed_and_later_all_again() -> None:
+    def search_new_garbage() -> None:
+        with only_new_garbage():
+            assert gc.get_freeze_count() > len(old)
+            watched.extend(fails(fail_in_backward))
+            free_memory(CPU)
+            raise KeyError
+
     old = [[] for _ in range(1000)]
-    with only_new_garbage():
-        assert gc.get_freeze_count() > len(old)
-        watched = fails(fail_in_backward)
-        free_memory(CPU)
+    watched: list[weakref.ref[torch.Tensor]] = []
+    with pytest.raises(KeyError):
+        search_new_garbage()
     assert [reference() for reference in watched if reference() is not None] == []
-    assert gc.get_freeze_count() == 0
-
-
-@pytest.mark.usefixtures("nothing_is_frozen")
-def test_all_objects_are_searched_again_after_an_error() -> None:
-    with pytest.raises(KeyError), only_new_garbage():
-        raise KeyError
     assert gc.get_freeze_count() == 0
 
 

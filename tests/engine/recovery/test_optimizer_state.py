@@ -82,41 +82,25 @@ every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPT
 
 
 @every_option
-@pytest.mark.parametrize("kind", [Adam, AdamW])
-def test_all_trained_parameters_have_the_state_from_before_a_first_step(kind: Any, options: dict[str, Any]) -> None:
-    trainee, stepped = Trainee(kind, **options), Trainee(kind, **options)
-    allocate_state(trainee.optimizer)
-    stepped.train()
-    state = trainee.optimizer.state
-    assert [id(parameter) for parameter in state] == [id(parameter) for parameter in trainee.trained]
-    expected = [set(values) for values in stepped.optimizer.state.values()]
-    assert [set(values) for values in state.values()] == expected
-    assert all(value.count_nonzero() == 0 for values in state.values() for value in values.values())
-
-
-@every_option
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_making_the_state_changes_nothing_else_and_later_steps_are_the_same(
-    options: dict[str, Any], dtype: torch.dtype
+@pytest.mark.parametrize(("kind", "dtype"), [(AdamW, torch.float32), (Adam, torch.bfloat16)], ids=str)
+def test_the_state_is_that_from_before_a_first_step_and_nothing_else_changes(
+    kind: Any, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    untouched, prepared = Trainee(dtype=dtype, **options), Trainee(dtype=dtype, **options)
+    untouched, prepared = Trainee(kind, dtype=dtype, **options), Trainee(kind, dtype=dtype, **options)
     before = prepared.bits()
     assert allocate_state(prepared.optimizer)
     assert prepared.bits() == before
     assert not prepared.has_gradients()
     assert prepared.has_its_rates()
+    state = prepared.optimizer.state
+    assert [id(parameter) for parameter in state] == [id(parameter) for parameter in prepared.trained]
+    assert all(value.count_nonzero() == 0 for values in state.values() for value in values.values())
+    places = [value.data_ptr() for values in state.values() for value in values.values()]
     trained = untouched.train()
     assert prepared.train() == trained
     assert trained[0] != before
-
-
-def test_a_later_step_makes_no_more_state() -> None:
-    trainee = Trainee()
-    allocate_state(trainee.optimizer)
-    places = [value.data_ptr() for values in trainee.optimizer.state.values() for value in values.values()]
-    trainee.train()
-    state = trainee.optimizer.state
-    assert [value.data_ptr() for values in state.values() for value in values.values()] == places
+    assert [value.data_ptr() for values in state.values() for value in values.values()] == places  # none is made later
+    assert [set(values) for values in state.values()] == [set(one) for one in untouched.optimizer.state.values()]
 
 
 @pytest.mark.parametrize("has_stepped", [False, True])
@@ -188,25 +172,26 @@ def adamw_with_eps_zero_in_one_group(groups: Any, *, lr: float) -> torch.optim.O
     return AdamW([groups[0], {**groups[1], "eps": 0.0}], lr=lr)
 
 
-@pytest.mark.parametrize("kind", [sgd, OwnAdamW, adamw_with_eps_zero_in_one_group])
+def adamw_that_has_stepped(groups: Any, *, lr: float) -> torch.optim.Optimizer:
+    optimizer = AdamW(groups, lr=lr)
+    for group in groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [sgd, OwnAdamW, adamw_with_eps_zero_in_one_group, adamw_that_has_stepped])
 def test_an_optimizer_that_might_be_changed_is_left_alone(kind: Callable[..., torch.optim.Optimizer]) -> None:
     trainee = Trainee(kind)
-    before, versions = trainee.bits(), [parameter._version for parameter in trainee.parameters]
-    assert not allocate_state(trainee.optimizer)
-    assert len(trainee.optimizer.state) == 0
-    assert trainee.bits() == before
-    assert [parameter._version for parameter in trainee.parameters] == versions
-    assert trainee.has_its_rates()
-
-
-def test_an_optimizer_that_has_state_is_left_alone() -> None:
-    trainee = Trainee()
-    trainee.train()
     state = [value for values in trainee.optimizer.state.values() for value in values.values()]
-    before, versions = trainee.bits(), [value._version for value in state]
+    before, versions = trainee.bits(), [one._version for one in (*trainee.parameters, *state)]
     assert not allocate_state(trainee.optimizer)
+    assert len(trainee.optimizer.state) == (len(trainee.trained) if state else 0)
     assert trainee.bits() == before
-    assert [value._version for value in state] == versions
+    assert [one._version for one in (*trainee.parameters, *state)] == versions
+    assert trainee.has_its_rates()
 
 
 @pytest.mark.parametrize(("dtype", "eps"), [(torch.float16, 1e-8), (torch.float32, 1e-50)], ids=["float16", "tiny"])
@@ -282,22 +267,15 @@ def test_an_optimizer_from_before_fully_shard_is_told_to_come_after_it() -> None
     assert expected in why_refused(Holding(list(model[1].parameters()), early), model)
 
 
-def assign(model: nn.Module) -> None:
-    model.load_state_dict(nn.Linear(4, 3).state_dict(), assign=True)
-
-
-def to_empty(model: nn.Module) -> None:
-    model.to_empty(device="cpu")
-
-
-@pytest.mark.parametrize("replace", [assign, to_empty])
-def test_an_optimizer_whose_parameters_were_replaced_is_told_to_come_later(
-    replace: Callable[[nn.Module], None],
-) -> None:
+@pytest.mark.parametrize("way", ["assign", "to_empty"])
+def test_an_optimizer_whose_parameters_were_replaced_is_told_to_come_later(way: str) -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 3)
     early = AdamW(model.parameters())
-    replace(model)
+    if way == "assign":
+        model.load_state_dict(nn.Linear(4, 3).state_dict(), assign=True)
+    else:
+        model.to_empty(device="cpu")
     check_optimizers([AdamW(model.parameters())], model)
     assert "(`to_empty`, `load_state_dict(assign=True)`)" in why_refused(early, model)
 
@@ -319,15 +297,15 @@ def search(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
         model(batch).sum().backward()
         optimizer.step()
 
-    return find_max_batch_size(
-        train_step, lambda rows: torch.ones(rows, 4), model=model, optimizer=optimizer, memory_limit="64KiB"
-    )
+    options: Any = {"model": model, "optimizer": optimizer, "memory_limit": "64KiB", "max_batch_size": 4}
+    return find_max_batch_size(train_step, lambda rows: torch.ones(rows, 4), **options)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
-    recoverable = RecoverableStep(
-        model, lambda batch: model(batch).sum().backward(), micro_batch_size=2, optimizer=optimizer
-    )
+    def micro_step(batch: torch.Tensor) -> None:
+        model(batch).sum().backward()
+
+    recoverable = RecoverableStep(model, micro_step, micro_batch_size=2, optimizer=optimizer)
     recoverable(torch.ones(4, 4))
     return recoverable
 

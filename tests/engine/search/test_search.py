@@ -126,7 +126,7 @@ def test_a_forecast_slightly_too_high_takes_few_failing_probes(excess: int) -> N
     assert [run for run in runs if run.device.failures > 1 + excess.bit_length()] == []
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(
     limit=st.integers(0, 300),
     bound=st.integers(1, 300),

@@ -20,7 +20,7 @@ from torchtune_adaptive.engine.search.throughput import time_in_turns
 from torchtune_adaptive.engine.search.timing import Timing, simplest_near_best
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(rates=st.lists(st.integers(9000, 11000), min_size=1, max_size=8))
 def test_what_is_chosen_is_within_two_percent_of_the_best_and_nothing_simpler_is(rates: list[int]) -> None:
     chosen = simplest_near_best({place: Timing((10.0, 10.0), rate) for place, rate in enumerate(rates)})

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from torchtune_adaptive.engine.search.token_budget import largest_token_budget
 
-properties = settings(max_examples=150)
+properties = settings(max_examples=60)
 
 
 @dataclass
