@@ -3,6 +3,7 @@
 import inspect
 import math
 import random
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -44,6 +45,7 @@ from torchtune_adaptive.testing import Fault, out_of_memory
 
 CPU = torch.device("cpu")
 POINTS = 8  # how many operations of a micro-step are made to fail, evenly spread
+IN_DOUBT = "a collective itself failed, so that it is unknown whether it was issued"
 KINDS = {
     "c10d::_allgather_base_": "all-gather",
     "c10d::_reduce_scatter_base_": "reduce-scatter",
@@ -183,8 +185,8 @@ def play_models() -> dict[str, dict[str, Any]]:
     }
 
 
-def an_all_reduce_fails_in_itself() -> str:
-    """Why the rest is not replayed after an error in HSDP's all-reduce, once that was issued."""
+def after_an_all_reduce_that_itself_failed_nothing_is_replayed() -> None:
+    """As where HSDP's all-reduce was issued, and then memory ran out."""
     model, all_reduce = MODELS[4]["HSDP"](), dist.all_reduce
 
     def failing(*args: Any, **options: Any) -> Any:
@@ -195,11 +197,12 @@ def an_all_reduce_fails_in_itself() -> str:
     ledger.begin(is_last=True)
     with mock.patch.object(dist, "all_reduce", failing), pytest.raises(torch.OutOfMemoryError):
         micro_step(model)
-    return refusal(ledger)
+    assert refusal(ledger) == IN_DOUBT
 
 
 def play_on_four(rank: int) -> dict[str, Any]:
-    return {"models": play_models(), "in an all-reduce": an_all_reduce_fails_in_itself()}
+    after_an_all_reduce_that_itself_failed_nothing_is_replayed()
+    return {"models": play_models()}
 
 
 # ---- one model on two ranks
@@ -218,7 +221,7 @@ def dry_run_of(
 
 
 class Scenarios:
-    """Every method is a collective."""
+    """Every method is a collective, which asserts what it promises or returns the outcome of a dry run."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -238,7 +241,7 @@ class Scenarios:
         assert outcome == "recovery" or communicators_of(model) == before, "not put back"
         return outcome
 
-    def a_dry_run_restores_all_state(self) -> dict[str, bool]:
+    def a_dry_run_restores_all_state(self) -> None:
         trainee = ShardedTrainee()
         model = trainee.model
         model.register_buffer("seen", torch.zeros(2))
@@ -256,19 +259,17 @@ class Scenarios:
         before = [*trainee.state(), seen.clone(), constant.clone()], generators()
         steps = [lambda: micro_step(model, 2), lambda: micro_step(model, 3)]
         recovery = dry_run_of(model, steps, consensus=self.consensus)
-        found = {
-            "tensors as before": same_bits([*trainee.state(), seen, constant], before[0]),
-            "generators as before": generators() == before[1],
-            "no gradients": all(parameter.grad is None for parameter in model.parameters()),
-        }
+        assert same_bits([*trainee.state(), seen, constant], before[0])
+        assert generators() == before[1]
+        assert all(parameter.grad is None for parameter in model.parameters())
         restore = recovery.start_step()
         micro_step(model)
         constant.fill_(7)
         counted = seen.clone()
         restore()
-        found["changing buffer kept"] = not torch.equal(counted, seen) and torch.equal(seen, before[0][-2])
-        found["large buffer not kept"] = bool(constant.eq(7).all())
-        return found
+        assert not torch.equal(counted, seen)
+        assert torch.equal(seen, before[0][-2])
+        assert constant.eq(7).all()  # it does not change in micro-steps, and is too large to be kept for nothing
 
     def with_a_collective_of_its_own(self) -> str:
         model = ShardedTrainee().model
@@ -297,8 +298,8 @@ class Scenarios:
 
         return self.dry_run(model, step, step)
 
-    def with_a_setting_that_a_failed_micro_step_has_changed(self) -> list[Any]:
-        """The outcome and FSDP2's settings after the first dry run of a new model, and those of another model."""
+    def a_dry_run_that_ran_out_of_memory_restores_fsdps_settings(self) -> None:
+        """They are then those of another model, after the first dry run of a new one."""
         model: Any = ShardedTrainee(warm_steps=0).model
         other = ShardedTrainee().model
 
@@ -307,8 +308,8 @@ class Scenarios:
             change_fsdp_settings(model)
             out_of_memory()
 
-        outcome = self.dry_run(model, step, step)
-        return [outcome, fsdp_settings(model), fsdp_settings(other)]
+        assert self.dry_run(model, step, step) == "out of memory"
+        assert fsdp_settings(model) == fsdp_settings(other)
 
     def with_ranks_that_take_the_layers_in_different_order(self) -> str:
         """The layers have equal sizes, so no rank hangs, but each computes with the parameters of the other layer."""
@@ -337,12 +338,10 @@ class Scenarios:
         fully_shard(model, mesh=group_mesh(), shard_placement_fn=lambda one: elsewhere if one is model.bias else None)
         return self.dry_run(model)
 
-    def out_of_memory_on_one_rank(self) -> list[Any]:
-        """The outcomes of dry runs, whether they restore all state, and the outcome of the next one."""
+    def all_ranks_learn_of_a_dry_run_that_ran_out_of_memory_on_one(self) -> None:
         trainee = ShardedTrainee()
         model = trainee.model
         before, random_state, own = trainee.state(), torch.get_rng_state(), communicators(model)
-        found = []
         for place in (0, 60, 120):
             faults = [Fault(place, ranks=[place // 60 % 2])]
 
@@ -353,53 +352,55 @@ class Scenarios:
                 with faults[-1]:
                     micro_step(model)
 
-            found.append(self.dry_run(model, step, step))
-        as_before = same_bits(trainee.state(), before) and torch.equal(torch.get_rng_state(), random_state)
-        return [found, as_before and communicators(model) == own, self.dry_run(model)]
+            assert self.dry_run(model, step, step) == "out of memory"
+        assert same_bits(trainee.state(), before)
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert communicators(model) == own
+        assert self.dry_run(model) == "recovery"
 
-    def a_collective_fails_in_itself(self) -> list[Any]:
-        """Why the rest is not replayed, for each failed collective and afterwards; whether the next loss is right."""
+    def after_a_collective_that_itself_failed_nothing_is_replayed(self) -> None:
+        """But the next micro-step is right."""
         model = ShardedTrainee().model
         ledger = ledger_of(model)
         loss = micro_step(model)
-        refusals = []
+        assert len(ledger.expected_now) > 6
         for place in range(len(ledger.expected_now)):
             ledger.begin(is_last=True)
             loss_under(Fault(place, kind="collective"), model)
             assert ledger.issued == ledger.expected_now[:place]
-            refusals.append(refusal(ledger))
+            assert refusal(ledger) == IN_DOUBT
         ledger.begin(is_last=True)
         loss_under(Fault(0), model)
-        next_refusal = refusal(ledger)
-        return [refusals, next_refusal, micro_step(model) == loss]
+        assert refusal(ledger) == "none"
+        assert micro_step(model) == loss
 
-    def other_collectives_than_expected(self) -> list[str]:
-        """Why the rest is not replayed after too many micro-steps, and after layers in another order."""
+    def after_other_collectives_than_expected_nothing_is_replayed(self) -> None:
+        """After too many micro-steps, and after layers in another order."""
         model = ShardedTrainee().model
         ledger = ledger_of(model)
         ledger.begin(is_last=True)
         micro_step(model)
         micro_step(model)
-        refusals = [refusal(ledger)]
+        assert refusal(ledger) == "the issued collectives are not the first ones of the dry run"
         take_layers_in_turned_order(model)
         ledger.begin(is_last=True)
         loss_under(Fault(60), model)
         assert 0 < len(ledger.issued) < len(ledger.expected_now)
-        return [*refusals, refusal(ledger)]
+        assert refusal(ledger) == "the issued collectives are not the first ones of the dry run"
 
-    def a_replayed_collective_fails(self) -> list[str]:
-        """The refusals if it has no memory for its buffer, and if it differs from the expected one."""
+    def a_collective_that_cannot_be_replayed_is_named(self) -> None:
+        """It has no memory for its buffer, or differs from the expected one."""
         model = ShardedTrainee().model
         ledger = ledger_of(model)
         ledger.begin(is_last=True)
         with Fault(2, kind="all-gather allocation"):
-            refusals = [refusal(ledger)]
+            assert re.search("all-gather .* failed: CUDA out of memory", refusal(ledger))
         reset_after_failure(model)
         first, *rest = ledger.expected_now
         changed = [first._replace(numel=first.numel + 1), *rest]
         ledger.expected = changed, changed
         ledger.begin(is_last=True)
-        return [*refusals, refusal(ledger)]
+        assert refusal(ledger).endswith("all-gather was not issued as in the dry run")
 
 
 def group_mesh() -> DeviceMesh:
@@ -463,38 +464,7 @@ def test_a_rank_that_failed_anywhere_issues_the_rest_and_its_peers_and_its_next_
         assert [place for place, is_right in trials if not is_right] == [], name
 
 
-def test_after_a_collective_that_itself_failed_nothing_is_replayed(
-    on_two: list[dict[str, Any]], on_four: list[dict[str, Any]]
-) -> None:
-    in_doubt = "a collective itself failed, so that it is unknown whether it was issued"
-    for ranks in on_two:
-        refusals, next_refusal, next_loss_right = ranks["a_collective_fails_in_itself"]
-        assert len(refusals) > 6
-        assert set(refusals) == {in_doubt}
-        assert next_refusal == "none"
-        assert next_loss_right
-    assert [ranks["in an all-reduce"] for ranks in on_four] == [in_doubt] * 4
-
-
-def test_after_other_collectives_than_expected_nothing_is_replayed(on_two: list[dict[str, Any]]) -> None:
-    expected = "the issued collectives are not the first ones of the dry run"
-    assert [ranks["other_collectives_than_expected"] for ranks in on_two] == [[expected] * 2] * 2
-
-
-def test_a_collective_that_cannot_be_replayed_is_named(on_two: list[dict[str, Any]]) -> None:
-    for ranks in on_two:
-        no_memory, another = ranks["a_replayed_collective_fails"]
-        assert "all-gather" in no_memory
-        assert "failed: CUDA out of memory" in no_memory
-        assert another.endswith("all-gather was not issued as in the dry run")
-
-
 # ---- dry runs
-
-
-def test_a_dry_run_gives_a_recovery_and_restores_all_state(on_two: list[dict[str, Any]]) -> None:
-    for ranks in on_two:
-        assert [what for what, holds in ranks["a_dry_run_restores_all_state"].items() if not holds] == []
 
 
 @pytest.mark.parametrize(
@@ -517,21 +487,6 @@ def test_all_ranks_have_the_same_outcome_which_is_recovery_or_the_reason_why_the
         pytest.skip("a module can be sharded over several meshes from torch 2.13 on")
     assert reasons == [reasons[0]] * 2
     assert reasons[0].startswith(reason)
-
-
-def test_a_dry_run_that_ran_out_of_memory_restores_fsdps_settings(on_two: list[dict[str, Any]]) -> None:
-    for ranks in on_two:
-        outcome, settings, expected = ranks["with_a_setting_that_a_failed_micro_step_has_changed"]
-        assert outcome == "out of memory"
-        assert settings == expected
-
-
-def test_all_ranks_learn_of_a_dry_run_that_ran_out_of_memory_on_one(on_two: list[dict[str, Any]]) -> None:
-    for ranks in on_two:
-        outcomes, as_before, next_one = ranks["out_of_memory_on_one_rank"]
-        assert outcomes == ["out of memory"] * 3
-        assert as_before
-        assert next_one == "recovery"
 
 
 @pytest.mark.parametrize("fails", [False, True])

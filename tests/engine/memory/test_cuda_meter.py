@@ -1,13 +1,11 @@
 """The CUDA meter, tested with a fake of the caching allocator."""
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.support.toys import search_options
 from tests.training.test_step_log import RESULT, Parts
@@ -23,24 +21,20 @@ DEVICE = torch.device("cuda:0")
 TOTAL = 100_000
 
 
-class FakeCuda(TorchDispatchMode):
+class FakeCuda:
     """A fake caching allocator whose statistics ``torch.cuda`` returns.
 
-    While it is active, each operation on CPU tensors allocates ``workspace_bytes`` while it runs, and memory for its
-    outputs until they are freed. Freed memory stays reserved. If an allocation would exceed the limit, the cache is
-    freed first (a retry). If that is not enough, the allocation runs out of memory.
+    Freed memory stays reserved. If an allocation would exceed the limit, the cache is freed first (a retry). If that is
+    not enough, the allocation runs out of memory.
     """
 
     def __init__(self, *, total_bytes: int = TOTAL, outside_bytes: int = 0) -> None:
-        super().__init__()
         self.total_bytes, self.outside_bytes = total_bytes, outside_bytes
-        self.workspace_bytes = 0
         self.fraction = 1.0
         self.fractions: list[float] = []
         self.allocated = self.reserved = 0
         self.allocated_peak = self.reserved_peak = 0
         self.retries = self.peak_resets = 0
-        self._seen: set[int] = set()
 
     def take(self, nbytes: int) -> None:
         allowed = min(int(self.fraction * self.total_bytes), self.total_bytes - self.outside_bytes)
@@ -59,28 +53,6 @@ class FakeCuda(TorchDispatchMode):
 
     def empty_cache(self) -> None:
         self.reserved = self.allocated
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.take(self.workspace_bytes)
-        try:
-            outputs = func(*args, **(kwargs or {}))
-        finally:
-            self.give(self.workspace_bytes)
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, torch.Tensor):
-                self._own(tensor.untyped_storage())
-        return outputs
-
-    def _own(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key not in self._seen:
-            self._seen.add(key)
-            self.take(nbytes)
-            weakref.finalize(storage, self._disown, key, nbytes)
-
-    def _disown(self, key: int, nbytes: int) -> None:
-        self._seen.remove(key)
-        self.give(nbytes)
 
     # ---- what torch.cuda returns
 
@@ -291,29 +263,36 @@ def test_an_allocator_without_statistics_yet_has_no_peaks(cuda: FakeCuda, monkey
 # ---- timelines
 
 
-def test_a_timeline_has_every_operations_peak_including_the_workspace_of_its_kernel(
+class Kernels(TorchDispatchMode):
+    """Each operation has a workspace of 500 bytes on the fake card while it runs, and memory for a new result."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._cuda.take(500)
+        self._cuda.give(500)
+        result = func(*args, **(kwargs or {}))
+        if not func._schema.is_mutable:
+            self._cuda.take(result.nbytes)
+        return result
+
+
+def test_a_timeline_has_every_operations_peak_including_the_workspace_of_its_kernel_from_its_start_to_its_stop(
     cuda: FakeCuda, meter: CudaMeter
 ) -> None:
-    meter.start_timeline()
-    with cuda, meter:
-        kept = torch.zeros(10)  # 40 bytes
-        cuda.workspace_bytes = 500
-        kept.add_(1)
-        cuda.workspace_bytes = 0
-        torch.cat([kept, kept])
-        kept.mul_(2)
-    timeline = meter.stop_timeline(2)
-    assert timeline.operations == ("aten.zeros.default", "aten.add_.Tensor", "aten.cat.default", "aten.mul_.Tensor")
-    # The result of `cat` was freed after it returned, so it still counts towards the peak of `mul_`.
-    assert timeline.live_bytes == (40, 540, 120, 120)
-    assert meter.peak_bytes == 540
-
-
-def test_operations_are_only_recorded_between_start_and_stop(cuda: FakeCuda, meter: CudaMeter) -> None:
     with meter:
         torch.zeros(1)
     meter.start_timeline()
-    assert meter.stop_timeline(2).operations == ()
+    with Kernels(cuda), meter:
+        kept = torch.zeros(200)  # 800 bytes
+        kept.add_(1)
+        torch.cat([kept, kept])
+    timeline = meter.stop_timeline(2)
+    assert timeline.operations == ("aten.zeros.default", "aten.add_.Tensor", "aten.cat.default")
+    assert timeline.live_bytes == (800, 1300, 2400)
+    assert meter.peak_bytes == 2400
     with meter:
         torch.zeros(1)
     assert meter.stop_timeline(2).operations == ()

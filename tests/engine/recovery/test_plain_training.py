@@ -1,5 +1,6 @@
 """With recovery, training is as plain training in ``DistributedDataParallel``, or under FSDP2 that reduces once."""
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -172,11 +173,8 @@ def _compared(rank: int) -> dict[str, dict[str, bool]]:
 # ---- what is reduced
 
 
-def _issued(rank: int) -> list[list[int]]:
-    """How many buckets were under way when the backward pass arrived at the first layer, in each micro-step.
-
-    With one backward pass in a micro-step, and with two.
-    """
+def _the_last_micro_step_averages_buckets_while_it_computes(rank: int) -> None:
+    """They are under way when the backward pass arrives at the first layer. With one backward pass, and with two."""
     found = []
     for passes in (1, 2):
         training = Training(Variant(passes=passes))
@@ -192,7 +190,10 @@ def _issued(rank: int) -> list[list[int]]:
             patched.setattr("torchtune_adaptive.engine.distributed.ddp_ledger.BUCKET_BYTES", 4 * WIDTH * WIDTH)
             step(torch.ones(ROWS, 3, WIDTH))
         found.append(buckets)
-    return found
+    once, twice = found
+    assert once[0] == 0
+    assert once[1] >= 4
+    assert twice == [0, 0, 0, once[1]]  # complete only in the second pass
 
 
 def test_a_bucket_has_parameters_of_one_type_up_to_its_size() -> None:
@@ -203,24 +204,21 @@ def test_a_bucket_has_parameters_of_one_type_up_to_its_size() -> None:
     assert [[one.numel() for one in bucket] for bucket in buckets] == [[3, 2], [2], [9], [1], [1]]
 
 
-def _collectives_when_sharded(rank: int) -> tuple[list[set[str]], list[bool]]:
-    """The kinds of collectives in both expected, and whether FSDP2's settings are as before after steps.
-
-    Of these the second ends with an error in its first micro-step.
-    """
+def _only_the_last_micro_step_reduces_under_fsdp2_whose_settings_are_then_as_before(rank: int) -> None:
     training = Training(SHARDED)
     step = training.recoverable()
     training.model(torch.ones(1, WIDTH))  # sets FSDP2 up
     before = fsdp_settings(training.model)
     step(training.rows(0))
-    are_as_before = [fsdp_settings(training.model) == before]
+    assert fsdp_settings(training.model) == before
     training.update()
     wrap_micro_steps(step, _fail)
     with pytest.raises(KeyError):
         step(training.rows(0))
-    are_as_before.append(fsdp_settings(training.model) == before)
+    assert fsdp_settings(training.model) == before
     recovery: Any = step._recovery
-    return [{one.kind for one in expected} for expected in recovery._ledger.expected], are_as_before
+    kinds = [{one.kind for one in expected} for expected in recovery._ledger.expected]
+    assert kinds == [{"all-gather"}, {"all-gather", "reduce-scatter"}]
 
 
 def _fail(number: int, run: Callable[[], Any]) -> Any:
@@ -230,9 +228,7 @@ def _fail(number: int, run: Callable[[], Any]) -> Any:
 # ---- what is refused
 
 
-def _refused(rank: int) -> dict[str, str]:
-    """The reason on this rank, by what the model does."""
-
+def _what_cannot_work_is_refused_by_name(rank: int) -> None:
     def hook(training: Training) -> None:
         training.model.register_comm_hook(None, fp16_compress_hook)
 
@@ -248,49 +244,40 @@ def _refused(rank: int) -> dict[str, str]:
     def never_last(training: Training) -> None:
         training.net.register_forward_pre_hook(lambda *_: training.model.set_is_last_backward(False))
 
+    of_ddp = "DistributedDataParallel with {} is not supported".format
     half: Any = MixedPrecision(param_dtype=torch.bfloat16)
     cases: dict[str, tuple[Variant, Callable[[Training], object]]] = {
-        "DistributedDataParallel with a communication hook is not supported": (Variant(), hook),
-        "DistributedDataParallel with a hook for buffers is not supported": (Variant(), buffer_hook),
-        "DistributedDataParallel with another DistributedDataParallel or FSDP2 in it is not supp": (Variant(), nested),
-        "DistributedDataParallel with its own mixed precision is not supported": (
-            Variant(options={"mixed_precision": half}),
-            lambda training: None,
-        ),
-        "DistributedDataParallel with a static graph is not supported": (
-            Variant(options={"static_graph": True}),
-            lambda training: None,
-        ),
+        of_ddp("a communication hook"): (Variant(), hook),
+        of_ddp("a hook for buffers"): (Variant(), buffer_hook),
+        of_ddp("another DistributedDataParallel or FSDP2 in it"): (Variant(), nested),
+        of_ddp("its own mixed precision"): (Variant(options={"mixed_precision": half}), lambda _: None),
+        of_ddp("a static graph"): (Variant(options={"static_graph": True}), lambda _: None),
         "a module is in a DistributedDataParallel; whole models in": (Variant(), inside),
         "a micro-step ends after `set_is_last_backward(False)`": (SHARDED, never_last),
     }
-    told = {}
     for sentence, (variant, change) in cases.items():
         with mock.patch.object(torch, "Stream"):  # of mixed precision: torch for CUDA cannot make it without a GPU
             training = Training(variant)
         change(training)
-        with pytest.raises(CannotRecoverError) as raised:
+        with pytest.raises(CannotRecoverError, match=re.escape(sentence)):
             training.recovering(LARGE)
-        told[sentence] = str(raised.value)
-    return told
 
 
 # ---- how often a gradient grows
 
 
-def _used_twice(rank: int) -> str:
-    """The error if a micro-step uses a parameter more often than in the dry run."""
+def _a_gradient_that_grows_after_its_average_is_an_error_not_a_wrong_result(rank: int) -> None:
+    """As where a micro-step uses a parameter more often than in the dry run."""
     training = Training(Variant())
     step = training.recoverable(ROWS)
     step.dry_run(torch.ones(ROWS, 3, WIDTH))
     training.variant = Variant(passes=2)
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match=r"^A gradient grew after it had been averaged"):
         step(torch.ones(ROWS, 3, WIDTH))
-    return str(raised.value)
 
 
-def _used_twice_at_times(rank: int) -> bool:
-    """Whether steps of one micro-step, of two backward passes for several rows and else of one, equal plain ones."""
+def _how_often_a_gradient_grows_may_change_if_it_did_so_in_the_dry_run(rank: int) -> None:
+    """Steps of one micro-step have two backward passes for several rows, and else one."""
     training, plain = Training(Variant()), Training(Variant())
 
     def micro_step(rows: torch.Tensor) -> torch.Tensor:
@@ -309,11 +296,11 @@ def _used_twice_at_times(rank: int) -> bool:
             with plain.reducing(is_last=place == len(parts)):
                 plain.micro_step(part)
         plain.update()
-    return same_bits(training.state(), plain.state())
+    assert same_bits(training.state(), plain.state())
 
 
-def _penalised(rank: int) -> bool:
-    """Whether training with a penalty, whose backward pass comes after the step's, equals plain training."""
+def _a_backward_pass_between_the_steps_is_not_averaged(rank: int) -> None:
+    """As of a penalty, whose backward pass comes after the step's."""
     states = []
     for recovers in (False, True):
         training = Training(Variant())
@@ -323,64 +310,28 @@ def _penalised(rank: int) -> bool:
             torch.stack([one.square().sum() for one in training.net.parameters()]).sum().backward()
             training.update()
         states.append(training.state())
-    return same_bits(*states)
+    assert same_bits(*states)
 
 
 # ---- on two ranks
 
 
-def _on_two(rank: int) -> dict[str, Any]:
-    scenarios = (
-        _compared,
-        _issued,
-        _collectives_when_sharded,
-        _refused,
-        _used_twice,
-        _used_twice_at_times,
-        _penalised,
-    )
-    return {scenario.__name__: scenario(rank) for scenario in scenarios}
+def _on_two(rank: int) -> dict[str, dict[str, bool]]:
+    _the_last_micro_step_averages_buckets_while_it_computes(rank)
+    _only_the_last_micro_step_reduces_under_fsdp2_whose_settings_are_then_as_before(rank)
+    _what_cannot_work_is_refused_by_name(rank)
+    _a_gradient_that_grows_after_its_average_is_an_error_not_a_wrong_result(rank)
+    _how_often_a_gradient_grows_may_change_if_it_did_so_in_the_dry_run(rank)
+    _a_backward_pass_between_the_steps_is_not_averaged(rank)
+    return _compared(rank)
 
 
 @pytest.fixture(scope="module")
-def on_two() -> list[dict[str, Any]]:
+def on_two() -> list[dict[str, dict[str, bool]]]:
     return run_on_ranks(_on_two, 2)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_it_equals_plain_training_bit_for_bit_with_faults_and_without(on_two: list[dict[str, Any]], name: str) -> None:
-    for of_rank in on_two:
-        assert [what for what, is_equal in of_rank["_compared"][name].items() if not is_equal] == []
-
-
-def test_the_last_micro_step_averages_buckets_while_it_computes(on_two: list[dict[str, Any]]) -> None:
-    for once, twice in (found["_issued"] for found in on_two):
-        assert once[0] == 0
-        assert once[1] >= 4
-        assert twice == [0, 0, 0, once[1]]  # complete only in the second pass
-
-
-def test_only_the_last_micro_step_reduces_under_fsdp2(on_two: list[dict[str, Any]]) -> None:
-    for (others, last), are_as_before in (found["_collectives_when_sharded"] for found in on_two):
-        assert others == {"all-gather"}
-        assert last == {"all-gather", "reduce-scatter"}
-        assert are_as_before == [True, True]
-
-
-def test_what_cannot_work_is_refused_by_name_on_every_rank(on_two: list[dict[str, Any]]) -> None:
-    first, second = (found["_refused"] for found in on_two)
-    assert first == second
-    assert [told for sentence, told in first.items() if sentence not in told] == []
-
-
-def test_a_gradient_that_grows_after_its_average_is_an_error_not_a_wrong_result(on_two: list[dict[str, Any]]) -> None:
-    for found in on_two:
-        assert found["_used_twice"].startswith("A gradient grew after it had been averaged")
-
-
-def test_how_often_a_gradient_grows_may_change_if_it_did_so_in_the_dry_run(on_two: list[dict[str, Any]]) -> None:
-    assert [found["_used_twice_at_times"] for found in on_two] == [True, True]
-
-
-def test_a_backward_pass_between_the_steps_is_not_averaged(on_two: list[dict[str, Any]]) -> None:
-    assert [found["_penalised"] for found in on_two] == [True, True]
+def test_it_equals_plain_training_bit_for_bit_with_faults_and_without(on_two: Any, name: str) -> None:
+    for compared in on_two:
+        assert [what for what, is_equal in compared[name].items() if not is_equal] == []

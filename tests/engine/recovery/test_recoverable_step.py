@@ -418,8 +418,7 @@ def _sentence(call: Callable[[], object], kind: type[Exception] = InputError) ->
     return str(raised.value)
 
 
-def _mistakes(rank: int) -> dict[str, str]:
-    """The messages on this rank for mistakes; after each of them the same model continues to train."""
+def _two_ranks_get_the_same_sentence_for_a_mistake_and_continue(rank: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     fully_shard(model)
@@ -433,17 +432,22 @@ def _mistakes(rank: int) -> dict[str, str]:
         model.zero_grad()
 
     sizes = RecoverableStep(model, micro_step, micro_batch_size=2 + rank)
-    told = {"sizes": _sentence(lambda: sizes(SAMPLES))}
+    assert _sentence(lambda: sizes(SAMPLES)) == (
+        "`micro_batch_size` must be the same on every rank, but is 2 on one and 3 on another."
+    )
     step = RecoverableStep(model, micro_step, micro_batch_size=2)
-    told["none at first"] = _sentence(lambda: step(SAMPLES[: 4 * rank]))
+    assert _sentence(lambda: step(SAMPLES[: 4 * rank])) == "A rank has no samples for this optimizer step."
     train(step)
-    for name, samples in {"fewer": (4, 8), "none": (1, 0), "no": (0, 0)}.items():
-        told[name] = _sentence(partial(step, SAMPLES[: samples[rank]]))
+    fewer = "Ranks must have equally many micro-steps, but one has 2 and another 4."
+    none = "Ranks must have equally many micro-steps, but one has 0 and another 1."
+    for samples, sentence in (((4, 8), fewer), ((1, 0), none), ((0, 0), "This optimizer step has no samples.")):
+        assert _sentence(partial(step, SAMPLES[: samples[rank]])) == sentence
         train(step)
     wrap_micro_steps(step, lambda number, run: out_of_memory() if rank == 0 else run())
-    told["out of memory and fewer"] = _sentence(lambda: step(SAMPLES[: 4 + 4 * rank]))
+    assert _sentence(lambda: step(SAMPLES[: 4 + 4 * rank])) == fewer
     wrap_micro_steps(step, lambda number, run: out_of_memory() if rank == 0 else run())
-    told["nothing fits"] = _sentence(lambda: step(SAMPLES[:1]), NothingFitsError)
+    nothing_fits = _sentence(lambda: step(SAMPLES[:1]), NothingFitsError)
+    assert "not even one row fits: in step 9 rank 0 ran out of memory" in nothing_fits
     wrap_micro_steps(step, None)
     train(step)
     step.close()
@@ -452,15 +456,11 @@ def _mistakes(rank: int) -> dict[str, str]:
     model.zero_grad()
     wrap_micro_steps(ragged, lambda number, run: out_of_memory() if (rank, number) == (0, 0) else run())
     ragged(SAMPLES[: 3 + rank])  # as many micro-steps as on the other rank, also in halves
-    told["micro-batch of three and four samples"] = str(ragged.micro_batch_size)
-    return told
+    assert ragged.micro_batch_size == 2
 
 
-def _tried_again(rank: int) -> list[tuple[list[MemoryEvent], bool]]:
-    """Events of three steps of one micro-step, of which the first fails on both ranks or on the second one only.
-
-    And whether the model then has its own communicators again.
-    """
+def _events_of_failing_steps(rank: int) -> list[list[MemoryEvent]]:
+    """Those of three steps of one micro-step, of which the first fails on both ranks or on the second one only."""
     found = []
     for failing in ((0, 1), (1,)):
         torch.manual_seed(0)
@@ -475,15 +475,13 @@ def _tried_again(rank: int) -> list[tuple[list[MemoryEvent], bool]]:
             step(SAMPLES[:4])
             model.zero_grad()
         step.close()
-        found.append((list(step.events), communicators(model) == before))
+        assert communicators(model) == before
+        found.append(list(step.events))
     return found
 
 
-def _faults_in_a_chunked_loss(rank: int) -> tuple[int, list[int]]:
-    """How many faults struck, and the places of those after which the gradients were wrong.
-
-    The loss calls the first layer again, in two chunks, and meanwhile neither frees nor reduces this layer.
-    """
+def _settings_of_fsdp_that_a_failed_micro_step_has_changed_are_restored(rank: int) -> None:
+    """The loss calls the first layer again, in two chunks, and meanwhile neither frees nor reduces this layer."""
     torch.manual_seed(0)
     group = dist.new_group(timeout=timedelta(seconds=60))  # a hang ends sooner
     assert isinstance(group, dist.ProcessGroup)
@@ -529,7 +527,8 @@ def _faults_in_a_chunked_loss(rank: int) -> tuple[int, list[int]]:
         if not same_bits(gradients(2, fault, number=place // 2 % 2), expected):
             wrong.append(place)
         struck += step.micro_batch_size == 1
-    return struck, wrong
+    assert struck > 6
+    assert wrong == []
 
 
 class _Loss(nn.Module):
@@ -548,9 +547,8 @@ class _Loss(nn.Module):
         return self.norm(self.extra(hidden) if torch.is_grad_enabled() else hidden)
 
 
-def _validations(rank: int) -> list[bool]:
-    """Whether training with validations between steps, and a fault, is as training told the smaller micro-batches."""
-    found = []
+def _a_validation_between_steps_does_not_prevent_recovery(rank: int) -> None:
+    """Training with a fault is as training told the smaller micro-batches, without validations."""
     for reshard_after_forward in (None, False):
         states = []
         for size, is_validated in ((4, True), (2, False)):
@@ -573,8 +571,7 @@ def _validations(rank: int) -> list[bool]:
                 optimizer.zero_grad()
             assert len(step.events) == is_validated
             states.append(tensors_of(model, optimizer))
-        found.append(same_bits(*states))
-    return found
+        assert same_bits(*states)
 
 
 def _page_prints(*_: int) -> str:
@@ -585,63 +582,34 @@ def _page_prints(*_: int) -> str:
     return " ".join(printed.getvalue().split())
 
 
-def _on_two(rank: int) -> dict[str, Any]:
-    scenarios = (
-        _mistakes,
-        _tried_again,
-        _faults_in_a_chunked_loss,
-        _validations,
-        *([_page_prints] if DEVICE == "cpu" else []),  # its limit of 4 MiB is for a CPU
-    )
-    return {scenario.__name__: scenario(rank) for scenario in scenarios}
+def _on_two(rank: int) -> tuple[list[list[MemoryEvent]], str]:
+    _two_ranks_get_the_same_sentence_for_a_mistake_and_continue(rank)
+    _settings_of_fsdp_that_a_failed_micro_step_has_changed_are_restored(rank)
+    _a_validation_between_steps_does_not_prevent_recovery(rank)
+    printed = _page_prints() if DEVICE == "cpu" else ""  # its limit of 4 MiB is for a CPU
+    return _events_of_failing_steps(rank), printed
 
 
 @pytest.fixture(scope="module")
-def on_two() -> list[dict[str, Any]]:
+def on_two() -> list[tuple[list[list[MemoryEvent]], str]]:
     return run_on_ranks(_on_two, 2)
 
 
-def test_two_ranks_get_the_same_sentence_for_a_mistake_and_continue(on_two: list[dict[str, Any]]) -> None:
-    first, second = (found["_mistakes"] for found in on_two)
+def test_ranks_have_equal_events_and_a_size_that_has_fitted_on_one_of_them_is_tried_again_on_both(on_two: Any) -> None:
+    (first, _), (second, _) = on_two
     assert first == second
-    assert first["sizes"] == "`micro_batch_size` must be the same on every rank, but is 2 on one and 3 on another."
-    assert first["none at first"] == "A rank has no samples for this optimizer step."
-    assert first["fewer"] == "Ranks must have equally many micro-steps, but one has 2 and another 4."
-    assert "one has 0 and another 1" in first["none"]
-    assert first["no"] == "This optimizer step has no samples."
-    assert first["out of memory and fewer"] == first["fewer"]
-    assert "not even one row fits: in step 9 rank 0 ran out of memory" in first["nothing fits"]
-    assert first["micro-batch of three and four samples"] == "2"
-
-
-def test_ranks_have_equal_events_and_a_size_that_has_fitted_on_one_of_them_is_tried_again_on_both(
-    on_two: list[dict[str, Any]],
-) -> None:
-    first, second = (found["_tried_again"] for found in on_two)
-    assert first == second
-    assert [[(event.step, event.ranks, event.before, event.after) for event in events] for events, _ in first] == [
+    assert [[(event.step, event.ranks, event.before, event.after) for event in events] for events in first] == [
         [(1, (0, 1), 4, 2)],
         [(1, (1,), 4, 2), (2, (), 2, 4)],
     ]
-    assert [is_closed for _, is_closed in first] == [True, True]
-
-
-def test_settings_of_fsdp_that_a_failed_micro_step_has_changed_are_restored(on_two: list[dict[str, Any]]) -> None:
-    for struck, wrong in (found["_faults_in_a_chunked_loss"] for found in on_two):
-        assert struck > 6
-        assert wrong == []
-
-
-def test_a_validation_between_steps_does_not_prevent_recovery(on_two: list[dict[str, Any]]) -> None:
-    assert [found["_validations"] for found in on_two] == [[True] * 2] * 2
 
 
 def test_the_program_of_the_page_recovers_on_one_device_and_prints_what_the_page_says() -> None:
     assert run_alone(_page_prints) == " ".join(blocks(PAGE, "text")[0].text.split())
 
 
-def test_the_program_of_the_page_recovers_on_two_ranks(on_two: list[dict[str, Any]]) -> None:
-    for printed in (found["_page_prints"] for found in on_two):
+def test_the_program_of_the_page_recovers_on_two_ranks(on_two: Any) -> None:
+    for _, printed in on_two:
         assert re.search(r"micro-batch (\d+) -> (\d+) samples: in step 1 .* micro-batches of \2 samples$", printed)
 
 
