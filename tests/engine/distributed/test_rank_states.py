@@ -1,12 +1,11 @@
 """Random generators draw the same after a round trip through a file, and each rank gets its own states again."""
 
 import io
-import random
 from typing import Any
 
-import numpy as np
 import torch
 
+from tests.engine.distributed.test_snapshot import draw, seed_all
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.rank_states import RankStates
 from torchtune_adaptive.engine.distributed.snapshot import RandomStates
@@ -31,20 +30,6 @@ class Rank(Consensus):
         return values
 
 
-def seed_all(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    random.gauss(0, 1)  # each keeps a second normal number for the next time
-    np.random.normal()
-    torch.randn(1)
-
-
-def draws() -> list[float]:
-    of_python, of_numpy = [random.random(), random.gauss(0, 1)], [np.random.random(), np.random.normal()]
-    return [*of_python, *of_numpy, torch.rand(()).item(), torch.randn(()).item()]
-
-
 def through_file(value: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
@@ -63,27 +48,27 @@ def test_loading_leaves_generators_alone_and_they_are_restored_once() -> None:
     seed_all(4)
     resumed.load(saved)
     again = resumed.now()  # a run that ends before it draws saves what it has loaded
-    drawn = draws()
+    drawn = draw()
     seed_all(4)
-    assert drawn == draws()
+    assert drawn == draw()
     resumed.restore()
-    first = draws()
+    first = draw()
     resumed.restore()
-    assert draws() != first
+    assert draw() != first
     second = states_of()
     second.load(again)
     second.restore()
-    assert draws() == first
+    assert draw() == first
     states_of().restore()  # of a run that was not resumed
 
 
 def test_each_rank_gets_its_own_state_and_an_additional_one_keeps_its_generators() -> None:
     seed_all(1)
     first = states_of().now(longest_row_tokens=10)[0]
-    expected_first = draws()
+    expected_first = draw()
     seed_all(2)
     saved = through_file(states_of(Rank(1, first)).now(longest_row_tokens=20))
-    expected_second = draws()
+    expected_second = draw()
     assert [one["longest_row_tokens"] for one in saved] == [10, 20]
     for rank, (length, expected) in enumerate(((10, expected_first), (20, expected_second))):
         resumed = states_of(Rank(rank, first))
@@ -91,14 +76,14 @@ def test_each_rank_gets_its_own_state_and_an_additional_one_keeps_its_generators
         assert own is not None
         assert own["longest_row_tokens"] == length
         resumed.restore()
-        assert draws() == expected
+        assert draw() == expected
     additional = states_of(Rank(2, *saved))
     assert additional.load(saved) is None
     seed_all(3)
-    expected = draws()
+    expected = draw()
     seed_all(3)
     additional.restore()
-    assert draws() == expected
+    assert draw() == expected
 
 
 def test_generators_that_a_state_lacks_are_left_alone() -> None:
@@ -106,11 +91,11 @@ def test_generators_that_a_state_lacks_are_left_alone() -> None:
     seed_all(3)
     saved = RandomStates(CPU).state_dict()
     del saved["numpy"]
-    expected = draws()
+    expected = draw()
     seed_all(4)
     states = RandomStates(CPU)
     states.load_state_dict(saved)
     states.restore()
-    after = draws()
+    after = draw()
     seed_all(4)
-    assert after == [*expected[:2], *draws()[2:4], *expected[4:]]
+    assert after == [*expected[:2], *draw()[2:4], *expected[4:]]

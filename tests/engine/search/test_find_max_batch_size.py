@@ -333,14 +333,6 @@ def hooks_of(loop: Loop) -> int:
 # ---- what is refused
 
 
-def test_nothing_fits_one_byte_below_the_smallest_step(peaks: list[int]) -> None:
-    loop = Perceptron()
-    before = loop.state()
-    with pytest.raises(NothingFitsError):
-        loop.find(peaks[1] - 1)
-    assert same_bits(loop.state(), before)
-
-
 # The sentences of options that are also keys of a config are compared in tests/test_settings.py.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "margin 1": ({"margin": 1.0}, "`margin` must"),
