@@ -29,9 +29,7 @@ TURNS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"forward_batch_size": "x"}, "`forward_batch_size` must be an integer, but is 'x' instead."),
         ({"max_generated_tokens": 0}, "`max_generated_tokens` must be at least 1, but is 0 instead."),
-        ({"gamma": "one"}, "`gamma` must be a number, but is 'one' instead."),
         ({"kl_coeff": float("nan")}, "`kl_coeff` must be a number, but is nan instead."),
         ({"stop_token_ids": 2}, "`stop_token_ids` must be a list of integers, but is 2 instead."),
         ({"stop_token_ids": ["a"]}, "`stop_token_ids` must be a list of integers, but is ['a'] instead."),
