@@ -39,15 +39,14 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-@pytest.mark.parametrize("function", [os.mkdir, os.makedirs])
-def test_code_in_the_metadata_is_not_run(run: Run, tmp_path: Path, function: Any) -> None:
+def test_code_in_the_metadata_is_not_run(run: Run, tmp_path: Path) -> None:
     checkpoint = run.folder.checkpoints()[-1]
     metadata = checkpoint.path / ".metadata"
     saved = pickle.loads(metadata.read_bytes())
-    saved.planner_data = Calls(function, str(tmp_path / "made"))
+    saved.planner_data = Calls(os.mkdir, str(tmp_path / "made"))
     metadata.write_bytes(hostile := pickle.dumps(saved))
     before = run.tensors()
-    name = re.escape(f"{function.__module__}.{function.__name__}")
+    name = re.escape(f"{os.mkdir.__module__}.mkdir")
     with pytest.raises(InputError, match=rf"cannot be read: .*{name} does not belong into a .* metadata\.$"):
         run.steps.load(checkpoint, config=ADAMW)
     assert not (tmp_path / "made").exists()
@@ -68,7 +67,6 @@ def test_code_in_the_states_of_ranks_is_not_run(tmp_path: Path) -> None:
     [
         ("torch.distributed.checkpoint.metadata", "os.mkdir"),
         ("torch.distributed.checkpoint.metadata", "field"),
-        ("torch", "load"),
         ("torch.distributed.checkpoint.filesystem", "FileSystemReader"),
         ("builtins", "eval"),
     ],
