@@ -310,14 +310,6 @@ def test_a_loss_of_the_users_own_is_tried_before_training(power: int, adds_up: b
     recipe.trainer(oom_recovery=False)
 
 
-def test_a_run_recovers_unless_recovery_is_off_or_impossible(tmp_path: Path) -> None:
-    recipe = Recipe(tmp_path)
-    assert recipe.trainer().recoverable.recovers
-    assert not recipe.trainer(oom_recovery=False).recoverable.recovers
-    recipe.parts = replace(recipe.parts, why_unrecoverable="it is not built for this")
-    assert not recipe.trainer().recoverable.recovers
-
-
 def grows_by_two(epoch: int, current_batch_size: int) -> int:
     return 2 if epoch else 0
 

@@ -50,8 +50,6 @@ SEARCHED = {
     "use_maximum_batch_size": True,
     "adaptive__memory_limit": "10MiB",
 }
-SQUEEZED = {"batch_size": 16, "adaptive__memory_limit": "10MiB"}
-TOLD = {"batch_size": 4, "gradient_accumulation_steps": 4}  # the micro-batches that fit in `SQUEEZED`
 
 
 def _figures(steps: list[Step]) -> list[tuple[float, ...]]:
@@ -179,22 +177,6 @@ def test_a_quantized_run_resumes_as_if_uninterrupted(outcomes: dict[str, Any]) -
     assert outcome["same when resumed"]
 
 
-def _squeeze(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """A run short of memory, and one configured with what fits then."""
-    steps, recipe = _run_quantized(tiny_dir, output_dir / "squeezed", **SQUEEZED)
-    told_steps, told = _run_quantized(tiny_dir, output_dir / "told", **TOLD)
-    return {"steps": steps, "told": told_steps, "same adapters": same_bits(_trained(recipe), _trained(told))}
-
-
-@pytest.mark.exhaustive
-def test_a_quantized_run_recovers_from_out_of_memory_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
-    (outcome,) = run_on_ranks(_squeeze, 1, shallow_assets(tiny_dir), tmp_path)
-    assert outcome["steps"][-1]["oom_retries"] >= 1
-    assert {step["micro_batch_size"] for step in outcome["steps"]} == {TOLD["batch_size"]}
-    assert _figures(outcome["steps"]) == _figures(outcome["told"])
-    assert outcome["same adapters"]
-
-
 @pytest.mark.slow
 def test_offloading_a_quantized_model_is_refused_in_one_sentence(tiny_dir: Path, tmp_path: Path) -> None:
     refuse_quantized(tiny_config("lora", tiny_dir, tmp_path).model)
@@ -215,13 +197,14 @@ ON_ONE_DEVICE: dict[str, Any] = SHALLOW | {
 }
 
 
-def _save_on_device(tiny_dir: Path, output_dir: Path, **overrides: Any) -> dict[str, Any]:
+def _save_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     """Two epochs of LoRA, with and without saving; and whether the first checkpoint has merged weights."""
     recipe_class = adaptive_recipe("lora_single")
-    cfg = tiny_config("lora_single", tiny_dir, output_dir, **ON_ONE_DEVICE | overrides)
+    cfg = tiny_config("lora_single", tiny_dir, output_dir, **ON_ONE_DEVICE)
     steps, _, recipe = finished(recipe_class, cfg)
     unsaved_steps, _, unsaved = finished(without_saving(recipe_class), cfg)
     checkpoint, name = torch.load(tiny_dir / "model.pt"), "layers.0.attn.q_proj.weight"
+    assert not dist.is_initialized()
     merged = torch.load(output_dir / "epoch_0" / "model-00001-of-00001.bin")[name]
     return {
         "steps": (_figures(steps), _figures(unsaved_steps)),
@@ -231,26 +214,11 @@ def _save_on_device(tiny_dir: Path, output_dir: Path, **overrides: Any) -> dict[
     }
 
 
-def _save_all_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    saved = {
-        "plain": _save_on_device(tiny_dir, output_dir / "plain"),
-        "quantized": _save_on_device(tiny_dir, output_dir / "quantized", model__quantize_base=True),
-    }
-    assert not dist.is_initialized()
-    return saved
-
-
-@pytest.fixture(scope="module")
-def on_device(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_alone(_save_all_on_device, shallow_assets(tiny_dir), tmp_path_factory.mktemp("one_device"))
-
-
-@pytest.mark.parametrize("base", ["plain", "quantized"])
 def test_on_one_device_saving_leaves_the_base_and_the_training_of_lora_as_they_are(
-    base: str, on_device: dict[str, Any]
+    tiny_dir: Path, tmp_path: Path
 ) -> None:
     """The stock recipe merges the adapters into the weights that it trains, if these are on the CPU."""
-    outcome = on_device[base]
+    outcome = run_alone(_save_on_device, shallow_assets(tiny_dir), tmp_path)
     steps, unsaved = outcome["steps"]
     assert len(unsaved) == 4
     assert steps == unsaved

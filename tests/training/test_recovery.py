@@ -171,8 +171,9 @@ def test_a_model_that_cannot_recover_trains_without_recovery(monkeypatch: pytest
 # ---- the first step
 
 
-@pytest.mark.parametrize("recovers", [True, False])
-@pytest.mark.parametrize(("limit", "sizes"), [(RowLimit(4), [2, 2, 2, 2]), (TokenLimit(12), [1] * 8)])
+@pytest.mark.parametrize(
+    ("limit", "sizes", "recovers"), [(RowLimit(4), [2, 2, 2, 2], True), (TokenLimit(12), [1] * 8, False)]
+)
 def test_a_first_step_may_have_small_micro_batches(limit: MicroBatchLimit, sizes: list[int], recovers: bool) -> None:
     toy, whole = Toy(limit, recovers=recovers), Toy(limit, recovers=recovers)
     toy.micro_batches.start_small()
@@ -248,7 +249,7 @@ def test_single_rows_stay_although_they_are_slow_which_is_an_event_once(meter: C
 # ---- measured steps
 
 
-@pytest.mark.parametrize("faults", [[], [0], [1], [3]], ids=str)
+@pytest.mark.parametrize("faults", [[], [0], [1]], ids=str)
 def test_a_measured_step_has_the_gradient_norm_of_its_first_half(faults: list[int]) -> None:
     toy = Toy(RowLimit(4)).failing_at(*faults)
     sums = toy.sums(ROWS[:7], measured=True)

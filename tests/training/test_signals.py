@@ -5,11 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, cast
 
 import pytest
 
@@ -175,34 +172,6 @@ def test_a_rank_is_asked_to_end_when_its_launcher_is_killed(start: Callable[...,
     launcher.process.kill()
     assert launcher.line() == "asked to end"
     assert launcher.line() == ""
-
-
-IGNORES_SIGTERM = """
-signal.signal(signal.SIGTERM, lambda *_: say("asked to end at", time.monotonic()))
-say(os.getpid())
-while True:
-    time.sleep(0.01)
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("environment", "seconds"), [({}, 30), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}, 3)])
-def test_torchrun_passes_sigterm_on_and_kills_its_ranks_later(
-    environment: dict[str, str], seconds: int, end_ranks: list[int], tmp_path: Path
-) -> None:
-    (tmp_path / "rank.py").write_text(PRELUDE + IGNORES_SIGTERM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(tmp_path / "rank.py")]
-    launcher = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
-    with launcher, cast(IO[str], launcher.stdout) as output:
-        end_ranks.append(int(output.readline()))
-        launcher.terminate()
-        *_, asked_at = output.readline().split()
-        assert output.read() == ""
-        waited = time.monotonic() - float(asked_at)
-    assert launcher.returncode == 1
-    assert seconds - 1 < waited < seconds + 20
-    with pytest.raises(ProcessLookupError):
-        os.kill(end_ranks[0], 0)
 
 
 def test_a_process_without_torchrun_outlives_its_parent(start: Callable[..., Child], end_ranks: list[int]) -> None:
