@@ -192,21 +192,6 @@ def test_ranks_are_counted_below_the_launcher(monkeypatch: pytest.MonkeyPatch) -
         assert nodes._lacks_a_rank()
 
 
-def test_two_ranks_that_find_the_same_cause_both_name_it() -> None:
-    class Late(HashStore):
-        """The other rank ends at the last question of this one: nobody need wait for node 1."""
-
-        def add(self, key: str, value: int) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-            if key != "over/1":
-                return super().add(key, value)
-            nodes._tell_all(self, "node 1 is gone.")
-            return 1
-
-    store = Late()
-    store.add("beat/1", 1)
-    assert Node(store, 0).watch._news(store) == "node 1 is gone."
-
-
 def test_an_error_of_its_own_has_no_other_cause() -> None:
     first, second = several(2)
     first.watch.wait_for_news()  # node 1 has not started
@@ -333,15 +318,6 @@ def test_the_first_rank_of_a_node_watches_others_and_all_ranks_the_store(
     torchrun(**({"GROUP_RANK": "1"} | changes))
     watch_nodes(lambda sentence: None)
     assert names == ["_watch", "_follow"][2 - started :]
-
-
-def test_nothing_of_ours_listens(torchrun: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def listen(*_: object) -> None:
-        raise AssertionError("a port")
-
-    torchrun(GROUP_RANK="0")
-    monkeypatch.setattr(socket.socket, "listen", listen)
-    watch_nodes(lambda sentence: None).close(None)
 
 
 def test_the_system_closes_the_connection_to_a_silent_machine_within_30_seconds(torchrun: Callable[..., None]) -> None:

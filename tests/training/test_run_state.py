@@ -25,9 +25,15 @@ def through_json(state: AdaptiveState) -> Any:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"schedule": None, "micro_batch": 3},
-        {"schedule": gradient_noise_scale().state_dict()},
-        {"epochs_run": 0, "epoch_samples": 96, "left_over": (100, 100), "padding": (0, 0), "memory_limit_bytes": None},
+        {"schedule": gradient_noise_scale().state_dict(), "micro_batch": 3},
+        {
+            "schedule": None,
+            "epochs_run": 0,
+            "epoch_samples": 96,
+            "left_over": (100, 100),
+            "padding": (0, 0),
+            "memory_limit_bytes": None,
+        },
     ],
 )
 def test_a_state_is_the_same_after_json(changed: dict[str, Any]) -> None:
@@ -53,10 +59,8 @@ def test_a_state_without_one_of_its_fields_is_refused(name: str) -> None:
     ("name", "value", "shown"),
     [
         ("batch_size", "8", "'8'"),
-        ("epoch_samples", 1.5, "1.5"),
         ("is_global", "no", "'no'"),
         ("left_over", [1], "(1,)"),
-        ("padding", [1, 2, 3], "(1, 2, 3)"),
         ("optimizer", [], "[]"),
     ],
 )
@@ -84,7 +88,6 @@ def test_a_wrong_state_of_the_backoff_is_refused_with_its_name_and_value(backoff
         ("ranks", 2, "ranks 4 -> 2"),
         ("dataset_samples", 300, "samples in the data set 400 -> 300"),
         ("memory_limit_bytes", 1024, f"bytes of memory per rank {80 * 2**30} -> 1024"),
-        ("config", {"seed": 1}, "optimizer.lr 0.1 -> None"),
         ("config", {"seed": 1, "optimizer.lr": 0.1, "dtype": "bf16"}, "dtype None -> 'bf16'"),
         ("config", {"seed": 2, "optimizer.lr": 0.1}, "seed 1 -> 2, but random numbers continue as saved"),
     ],
@@ -98,12 +101,11 @@ def test_each_change_is_named_in_one_clause(name: str, value: Any, clause: str) 
     [
         ("batch_size", False, 4, 2, 8, "batch_size 4 -> 2, but the batch stays 8"),
         ("batch_size", False, 4, 2, 2, "batch_size 4 -> 2"),
-        ("batch_size", False, 4, 8, 8, "batch_size 4 -> 8"),
         ("batch_size", True, 4, 2, 8, "batch_size 4 -> 2"),
         (GLOBAL, True, 6, 12, 8, f"{GLOBAL} 6 -> 12, but the batch stays 8"),
         (GLOBAL, True, None, 6, 9, f"{GLOBAL} None -> 6"),
     ],
-    ids=["kept", "used", "the same by chance", "of a micro-batch", "global and kept", "another unit, and has grown"],
+    ids=["kept", "used", "of a micro-batch", "global and kept", "another unit, and has grown"],
 )
 def test_a_size_in_the_config_that_is_not_used_is_named_with_the_one_that_stays(
     key: str, is_global: bool, before: int | None, after: int, now: int, clause: str

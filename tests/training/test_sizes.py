@@ -123,13 +123,11 @@ def test_growth_beyond_memory_does_without_a_search_where_nothing_limits_memory(
     ("settings", "loader", "bound"),
     [
         (MAXIMUM, {}, 120),
-        (MAXIMUM, {"micro_steps": 3}, 40),
         (MAXIMUM, {"micro_steps": 3, "ranks": 2}, 20),
         (MAXIMUM | {"max_batch_size": 7}, {}, 7),
         (MAXIMUM | {"max_batch_size": 500}, {}, 120),
         (AUTO, {"micro_steps": 3}, 12),
         (AUTO | GROWS, {"micro_steps": 3}, 40),
-        (MAXIMUM | {"global_batch_size": 9}, {"batch_size": 9, "is_global": True}, 9),
         (MAXIMUM | {"global_batch_size": 9}, {"batch_size": 9, "is_global": True, "ranks": 2}, 5),
         (GROWS | {"global_batch_size": 9, "growth_limit": 21}, {"batch_size": 9, "is_global": True, "ranks": 2}, 11),
         (GROWS | {"global_batch_size": 9, "growth_limit": 5}, {"batch_size": 9, "is_global": True}, 9),
@@ -272,13 +270,6 @@ def test_the_token_budget_of_the_longest_rows_is_exact_to_the_token(caplog: pyte
     assert str(found.limit(100)) == "1000 tokens"
 
 
-@pytest.mark.parametrize("max_batch_size", [1, 2, 3, 4])
-def test_a_token_budget_of_a_bounded_search_has_no_more_rows(max_batch_size: int) -> None:
-    device = Device()
-    found = device.find(step_loader(Samples(*[32] * 50)), **AUTO, max_batch_size=max_batch_size)
-    assert found.token_budget == max_batch_size * 32
-
-
 def test_shorter_rows_of_a_token_budget_may_be_more_than_the_largest_batch_size() -> None:
     device, loader = Device(), step_loader(Samples(*[32] * 50), batch_size=50)
     found = device.find(loader, limit_bytes=10 * 1000 + GRADIENT_BYTES, max_batch_size=20, **AUTO)
@@ -365,7 +356,6 @@ def test_rows_of_different_lengths_are_also_cut_by_tokens(monkeypatch: pytest.Mo
         (Sizes(result=search_result(), fitting_rows=8), 13, RowLimit(13)),
         (Sizes(result=search_result(), fitting_rows=8), 14, RowLimit(8)),
         (Sizes(result=search_result(), fitting_rows=8, max_rows=10), 20, RowLimit(10)),
-        (Sizes(result=search_result(), fitting_rows=8, max_rows=16), 20, RowLimit(8)),
         (Sizes(token_budget=512), 32, TokenLimit(512)),
         (Sizes(token_budget=512, max_rows=3, result=search_result()), 32, TokenLimit(512)),
     ],

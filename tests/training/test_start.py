@@ -62,16 +62,13 @@ CASES = {
     "growing to what was found": (Case(GROWS, SEARCHED), StartingPoint(4, 0, 30), 8),
     "as large as fits, above the power of two": (Case(GROWS, SEARCHED, batch_size=13), StartingPoint(13, 0, 9), 8),
     "growing to a number": (Case(GROWS | {"growth_limit": 20}, SEARCHED), StartingPoint(4, 0, 30), 20),
-    "growing to a number above the data": (Case(GROWS | {"growth_limit": 500}, SEARCHED), StartingPoint(4, 0, 30), 120),
     "growing without a bound": (Case(GROWS | {"growth_limit": "none"}, SEARCHED), StartingPoint(4, 0, 30), 120),
     "above what fits, without growing": (Case({}, SEARCHED, batch_size=20), StartingPoint(20, 0, 6), 8),
-    "a global batch": (Case(GLOBAL, is_global=True, batch_size=12), StartingPoint(12, 0, 20), 240),
     "a global batch in micro-batches as found": (
         Case(GLOBAL | MAXIMUM, SEARCHED, is_global=True, batch_size=12),
         StartingPoint(12, 0, 20),
         8,
     ),
-    "of stock": (Case({}, epochs_run=2), StartingPoint(4, 60, 30), 120),
     "of stock, as if the batch had grown": (  # 6 and 8 rows: 20 and 15 steps
         Case(GROWS, SEARCHED, epochs_run=2),
         StartingPoint(8, 35, 30),
@@ -82,12 +79,6 @@ CASES = {
     "ours, with what is found now, where no search was before": (
         Case(MAXIMUM, SEARCHED, epochs_run=2, saved=replace(SAVED, config={})),
         StartingPoint(8, 77, 25),
-        8,
-    ),
-    "ours, with what it had grown to": (Case(GROWS, SEARCHED, epochs_run=2, saved=SAVED), StartingPoint(7, 77, 25), 8),
-    "ours, with another global batch, whose micro-batches were found": (
-        Case(GLOBAL | MAXIMUM, SEARCHED, True, 12, epochs_run=2, saved=replace(SAVED, is_global=True)),
-        StartingPoint(12, 77, 25),
         8,
     ),
     "ours, with a global batch that had grown and another at the start": (

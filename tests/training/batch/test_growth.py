@@ -84,7 +84,7 @@ def answers(epoch: int, current_batch_size: int) -> Any:
     return ANSWERS[epoch]
 
 
-ANSWERS = [0.5, None, True, np.bool_(True), np.float32(2), "two\nlines", -4]
+ANSWERS = [0.5, True, np.bool_(True), "two\nlines", -4]
 
 
 @pytest.mark.parametrize("epoch", range(len(ANSWERS)))
@@ -131,10 +131,6 @@ def test_function_that_cannot_be_copied_is_called_itself() -> None:
     uncopyable = Uncopyable()
     assert plan_growth(uncopyable, total_epochs=2, batch_size=4) == [5, 7]
     assert uncopyable.calls == 2
-
-
-def test_planned_growth_without_a_bound_survives_a_long_doubling() -> None:
-    assert len(plan_growth(lambda epoch, size: int(size * 1.0), total_epochs=2000, batch_size=8)) == 2000
 
 
 @given(

@@ -2,7 +2,6 @@
 
 import itertools
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,24 +148,17 @@ def test_texts_have_the_format_of_texts_unless_they_cannot_be_collated(tokenizer
             text_or_images(rows, CROSS_ENTROPY_IGNORE_IDX, collate=padded_collate_tiled_images_and_mask)
 
 
-@pytest.mark.parametrize("encoder_input", [{"vision": {"images": []}}, {"images": torch.zeros(1)}, ["images"]])
+@pytest.mark.parametrize("encoder_input", [{"images": torch.zeros(1)}, ["images"]])
 def test_images_in_another_format_are_refused(encoder_input: Any) -> None:
     row = {"tokens": [1], "labels": [1], "encoder_input": encoder_input}
     with pytest.raises(InputError, match=r"^The `encoder_input` of samples needs a list of images"):
         text_or_images([row], CROSS_ENTROPY_IGNORE_IDX, collate=padded_collate_sft)
 
 
-def test_an_image_that_cannot_be_read_is_refused_with_its_sample(rows: Rows, tmp_path: Path) -> None:
-    from PIL import Image
-
-    class Files(Counting):
+def test_an_image_that_cannot_be_read_is_refused_with_its_sample(rows: Rows) -> None:
+    class Torn(Counting):
         def __getitem__(self, index: Any) -> Any:
-            if index == 4:
-                (tmp_path / "torn.png").write_bytes(b"\x89PNG\r\n")
-                Image.open(tmp_path / "torn.png")
-            return super().__getitem__(index)
+            return 1 / 0 if index == 4 else super().__getitem__(index)
 
-    with pytest.raises(InputError) as refused:
-        worst_case(Files(rows), seq_len=50)
-    expected = "`dataset` cannot load sample 4: UnidentifiedImageError: cannot identify image"
-    assert str(refused.value).startswith(expected)
+    with pytest.raises(InputError, match=r"^`dataset` cannot load sample 4: ZeroDivisionError"):
+        worst_case(Torn(rows), seq_len=50)
