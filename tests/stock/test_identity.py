@@ -132,7 +132,6 @@ def test_files_may_have_another_place_name_and_order_and_be_described_by_a_patte
         ("lora_finetune", "a-00002-of-00002.bin", lambda content: bytes([content[0] ^ 1]) + content[1:]),
         ("full_dpo", "ref.bin", lambda content: content + b"1"),
         ("knowledge_distillation", "teacher.bin", lambda content: b""),
-        ("ppo_full_finetune", "reward.bin", lambda content: content[::-1]),
     ],
 )
 def test_frozen_weights_that_have_changed_are_refused_with_both_places(

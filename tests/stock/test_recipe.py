@@ -1,6 +1,5 @@
 """How the adapter uses a stock recipe's attributes where it makes its own decisions."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.support.recipe_runs import COMMON, adaptive_recipe, set_up, shallow_assets, tiny_config, trained
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.stock import recipe
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
@@ -65,12 +63,3 @@ def test_an_empty_data_set_is_refused_and_another_is_passed_on(wrap: Any) -> Non
     assert empty_recipe._setup_data(full) is full
     with pytest.raises(InputError, match=r"^`dataset` has no samples\.$"):
         empty_recipe._setup_data(wrap(SimpleNamespace(dataset=[])))
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
-def test_growth_beyond_memory_needs_no_limit_of_a_cpu(tiny_dir: Path, tmp_path: Path) -> None:
-    keys: dict[str, Any] = COMMON | {"epochs": 2, "max_steps_per_epoch": 2, "adaptive__growth_limit": "none"}
-    keys["batch_increase_function"] = {"_component_": "torchtune_adaptive.schedule.geometric"}
-    cfg = tiny_config("full_single", shallow_assets(tiny_dir), tmp_path, device="cpu", **keys)
-    steps, _ = trained(set_up(adaptive_recipe("full_single"), cfg))
-    assert [(step["batch_size"], step["micro_batch_size"]) for step in steps] == [(2, 2), (2, 2), (4, 4), (4, 4)]

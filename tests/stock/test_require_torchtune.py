@@ -25,4 +25,3 @@ def test_what_is_missing_is_named_in_one_sentence(program: str) -> None:
     missing = ["torchtune", "torchao", "omegaconf"]
     name = {"recipe": "-c"}.get(program, program)  # a program has the name of its file
     assert end(program, missing) == (1, "", SENTENCE.format(program=name, missing=", ".join(missing)))
-    assert end(program, missing[-1:]) == (1, "", SENTENCE.format(program=name, missing="omegaconf"))
