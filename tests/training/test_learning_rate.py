@@ -206,14 +206,6 @@ def test_scaling_again_and_again_does_not_compound(build: Any, tensors: bool) ->
         assert rates_of(run.optimizer) == pytest.approx([0.1 * samples / 16, 0.3 * samples / 16])
 
 
-def test_without_a_scheduler_all_optimizers_are_scaled() -> None:
-    run, other = Run(0.1, rule="linear", build=None), optimizer_of(0.2)
-    run.rate.optimizers = [run.optimizer, other]
-    run.begin(grows=False).rate.scale(32)
-    run.rate.step()
-    assert (rates_of(run.optimizer), rates_of(other)) == ([0.2], [0.4])
-
-
 @pytest.mark.parametrize("grows", [True, False], ids=["may grow", "stays"])
 def test_a_resumed_run_gives_all_optimizers_the_rate_of_the_one_with_the_scheduler(grows: bool) -> None:
     """As with `optimizer_in_bwd`, resumed with another rate."""

@@ -19,7 +19,6 @@ from torchtune_adaptive.engine.distributed.functional_collectives import CannotR
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery import dry_run, watch
-from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
@@ -121,14 +120,6 @@ def test_a_step_out_of_memory_is_run_again_in_halves_of_its_tokens() -> None:
     assert same_bits(toy.train(), halved.train())
     assert (toy.micro_batches.limit, toy.cuts[1:]) == (TokenLimit(12), halved.cuts)
     assert toy.micro_batches.take_padding() == halved.micro_batches.take_padding()  # the failed attempt is not counted
-
-
-def test_an_event_names_all_ranks_that_were_out_of_memory_and_shortens_the_error() -> None:
-    pressure, error = MemoryPressure.OUT_OF_MEMORY, "x " * 150
-    assert str(MemoryEvent(7, pressure, (0, 1), "backward", "peak 1, limit 2", error, 4, 2, "rows")) == (
-        "micro-batch 4 -> 2 rows: in step 7 ranks 0, 1 ran out of memory in backward"
-        f" (peak 1, limit 2: {'x ' * 97}[...])"
-    )
 
 
 def test_a_meters_figures_are_named_and_it_is_not_reset() -> None:
@@ -236,14 +227,6 @@ def test_after_steps_that_retries_made_slow_the_next_ones_are_cut_in_halves(mete
     assert toy.micro_batches.limit == RowLimit(4)
     thrashing(toy, meter, 1)
     assert toy.micro_batches.limit == RowLimit(2)
-
-
-def test_single_rows_stay_although_they_are_slow_which_is_an_event_once(meter: CachingMeter) -> None:
-    toy = Toy(RowLimit(1), meter=meter)
-    thrashing(toy, meter, *[0] * 5, *[1] * 20)
-    assert toy.micro_batches.limit == RowLimit(1)
-    (event,) = toy.events
-    assert str(event).startswith("micro-batch stays at 1 row, although rank 0 had to free")
 
 
 # ---- measured steps

@@ -444,21 +444,6 @@ def test_an_increase_that_is_refused_is_logged_and_changes_nothing(
     assert decisions(caplog) == ["epoch 1: increase of 2 refused, 2 + 2 = 4 is above the maximum of 3"]
 
 
-def test_the_batch_size_is_noted_with_the_limit_of_micro_steps_where_that_differs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    Toy(tmp_path, sizes=Sizes(token_budget=64)).trainer.note_batch_size("config", epoch=0)
-    shared = Toy(tmp_path, global_batch_size=6)
-    shared.trainer.note_batch_size("config", epoch=3)
-    assert decisions(caplog) == [
-        "batch_size 2 (config): 2 rows * 1 micro-steps * 1 ranks = 2 samples per optimizer step,"
-        " in micro-steps of at most 64 tokens per rank",
-        "global_batch_size 6 (config): 6 samples per optimizer step on 1 ranks,"
-        " in micro-steps of at most 6 rows per rank",
-    ]
-    assert shared.history() == [{"step": 1, "epoch": 3, "batch_size": 6, "samples_per_step": 6, "reason": "config"}]
-
-
 # ---- gradient noise
 
 

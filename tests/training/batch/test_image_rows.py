@@ -158,7 +158,7 @@ def test_images_in_another_format_are_refused(encoder_input: Any) -> None:
 def test_an_image_that_cannot_be_read_is_refused_with_its_sample(rows: Rows) -> None:
     class Torn(Counting):
         def __getitem__(self, index: Any) -> Any:
-            return 1 / 0 if index == 4 else super().__getitem__(index)
+            return super().__getitem__("torn" if index == 4 else index)
 
-    with pytest.raises(InputError, match=r"^`dataset` cannot load sample 4: ZeroDivisionError"):
+    with pytest.raises(InputError, match=r"^`dataset` cannot load sample 4: TypeError"):
         worst_case(Torn(rows), seq_len=50)

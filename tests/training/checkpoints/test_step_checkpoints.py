@@ -278,11 +278,10 @@ def test_state_that_cannot_be_saved_is_logged(tmp_path: Path, caplog: pytest.Log
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
-def test_a_run_ends_where_its_folder_is_replaced_while_it_writes(
-    in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_ends_where_its_folder_is_replaced_while_it_writes_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(tmp_path / "run", every_steps=1, in_background=in_background)
+    run = Run(tmp_path / "run", every_steps=1, in_background=True)
     run.folder.lock()
     finish = FileSystemWriter.finish
 

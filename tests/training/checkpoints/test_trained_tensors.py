@@ -249,17 +249,6 @@ def test_a_rate_in_a_tensor_stays_in_that_tensor() -> None:
     assert rate.item() == 0.25
 
 
-def test_numbers_beside_tensors_are_options_too() -> None:
-    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer, other_optimizer = torch.optim.SGD(model.parameters()), torch.optim.SGD(other.parameters())
-    optimizer.state[model.weight].update(count=7, mode="slow", nothing=None)
-    options = json.loads(json.dumps(trained(model, optimizer).options()))
-    assert options["numbers"] == {"weight/count": 7, "weight/mode": "slow", "weight/nothing": None}
-    trained(other, other_optimizer).load_options(options, chosen=[])
-    assert other_optimizer.state[other.weight] == {"count": 7, "mode": "slow", "nothing": None}
-    assert other.bias not in other_optimizer.state
-
-
 # ---- what does not fit
 
 
