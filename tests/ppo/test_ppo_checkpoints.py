@@ -302,14 +302,12 @@ def bad_days(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     return run_alone(_bad_days, assets, output_dir), output_dir
 
 
-def test_an_epoch_whose_value_model_cannot_be_saved_is_not_saved(bad_days: tuple[dict[str, Any], Path]) -> None:
-    found, _ = bad_days
+def test_value_models_are_saved_with_their_policies_or_not_at_all(bad_days: tuple[dict[str, Any], Path]) -> None:
+    found, output_dir = bad_days
     assert found["without a value model"] is None
-
-
-def test_another_run_cannot_write_to_the_folder_of_the_value_model(bad_days: tuple[dict[str, Any], Path]) -> None:
-    found, _ = bad_days
     assert found["values are locked"]
+    assert not found["half-written values"]
+    assert found["complete"] == (0, f"The run is complete: {output_dir / 'epoch_1'} is its last checkpoint.")
 
 
 def test_another_kind_of_turn_or_another_model_is_refused(bad_days: tuple[dict[str, Any], Path], assets: Path) -> None:
@@ -326,16 +324,6 @@ def test_another_kind_of_turn_or_another_model_is_refused(bad_days: tuple[dict[s
         "reward model": f"`reward_checkpointer` must have the weights that '{path}' was trained on, but has"
         f" '{output_dir.parent}/other/{REWARD_NAME}' instead of '{assets}/{REWARD_NAME}'.",
     }
-
-
-def test_a_half_written_value_model_of_a_killed_run_is_removed(bad_days: tuple[dict[str, Any], Path]) -> None:
-    found, _ = bad_days
-    assert not found["half-written values"]
-
-
-def test_a_run_that_has_trained_all_turns_is_over(bad_days: tuple[dict[str, Any], Path]) -> None:
-    found, output_dir = bad_days
-    assert found["complete"] == (0, f"The run is complete: {output_dir / 'epoch_1'} is its last checkpoint.")
 
 
 def _of_stock(assets: Path, output_dir: Path) -> tuple[str | None, list[float], list[float]]:

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -384,16 +384,26 @@ def test_every_figure_that_is_logged_is_right(tmp_path: Path) -> None:
     assert toy.weight == pytest.approx(weights[2] - LR * 1 / 3 * 4.0)
 
 
-def test_only_steps_are_timed(
+def test_only_steps_and_the_wait_for_their_samples_are_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A step takes 2 s; the log, the profiler and saving take very long."""
+    """A step takes 2 s, and the wait for its samples 1 s; the log, the profiler and saving take very long."""
     now = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
 
     def pass_time(seconds: float, *_: object) -> None:
         now.seconds += seconds
 
+    def steps(epoch: int) -> Iterator[Any]:
+        for samples in samples_of(epoch):
+            pass_time(1.0)
+            yield samples
+
+    def profile(name: str, epoch: int, step: int) -> None:
+        profiled.append((name, epoch, step))
+        pass_time(1e5)
+
+    profiled: list[tuple[str, int, int]] = []
     toy = Toy(
         tmp_path,
         batch_size=4,
@@ -402,14 +412,16 @@ def test_only_steps_are_timed(
         on_log=partial(pass_time, 1e3),
         on_save=partial(pass_time, 1e4),
     )
-    for owner, name, seconds in (
-        (toy.trainer.profiler, "end_step", 1e6),
-        (toy.saver, "after_step", 1e7),
-    ):
-        monkeypatch.setattr(owner, name, lambda *_, seconds=seconds, **__: pass_time(seconds))
+    samples_of = toy.loader.steps
+    monkeypatch.setattr(toy.loader, "steps", steps)
+    monkeypatch.setattr(toy.saver, "after_step", lambda **_: pass_time(1e7))
+    for name in ("begin_step", "end_step"):
+        monkeypatch.setattr(toy.trainer.profiler, name, partial(profile, name))
     toy.train()
-    assert toy.figures("tokens_per_second_per_gpu") == [4 / 2] * 6
-    assert ", mean of 6 steps in 12.0 s\n" in caplog.text
+    assert toy.figures("tokens_per_second_per_gpu") == [4 / 3] * 6
+    assert ", mean of 6 steps in 18.0 s\n" in caplog.text
+    places = itertools.product(range(2), range(1, 4), ("begin_step", "end_step"))
+    assert profiled == [(name, *place) for *place, name in places]
 
 
 # ---- epochs
