@@ -357,6 +357,11 @@ def test_models_that_do_not_take_the_first_sample_are_refused(models: Any, row: 
     assert refusal(check_models, models, [row]) == f"The first sample of `dataset` has {found}."
 
 
+def test_a_teacher_of_another_vocabulary_is_refused() -> None:
+    said = refusal(check_models, [decoder(), decoder(tokens=9)], [{"tokens": [1]}])
+    assert said == "`teacher_model` needs the vocabulary of `model` (8 tokens), but has 9."
+
+
 @pytest.mark.parametrize("models", [[decoder(longest=9), decoder()], [nn.Linear(1, 1), decoder()]])
 def test_models_that_fit_or_whose_sizes_are_not_known_pass(models: list[nn.Module]) -> None:
     for row in ({"tokens": [0, 7, 7, 7]}, PAIR | {"rejected_input_ids": [7]}, {"text": "x"}):
