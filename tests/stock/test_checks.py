@@ -392,6 +392,7 @@ def test_the_reason_why_a_config_cannot_recover_is_named(config: dict[str, Any],
 
 IN_SET_UP = {
     "seed=x": "The recipe cannot be set up: TypeError",
+    "dataset=x": "instantiate only supports DictConfigs, got <class 'str'>",
     "batch_size=0": "batch_size should be a positive integer value, but got batch_size=0",
     "enable_activation_offloading=True": "enable_activation_offloading should only be True when training on CUDA",
     "optimizer._component_=torch.optim.Nonsense": "Error loading 'torch.optim.Nonsense'",

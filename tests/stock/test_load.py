@@ -60,7 +60,7 @@ def refused_group(variables: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("variables", "reason"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR expected, but not set."),
+        ({"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT expected, but not set."),
         ({"RANK": "0", "WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "no-such"}, "Unable to find address for: no-such."),
     ],
 )

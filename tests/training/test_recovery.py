@@ -229,6 +229,14 @@ def test_after_steps_that_retries_made_slow_the_next_ones_are_cut_in_halves(mete
     assert toy.micro_batches.limit == RowLimit(2)
 
 
+def test_single_rows_stay_although_they_are_slow_which_is_an_event_once(meter: CachingMeter) -> None:
+    toy = Toy(RowLimit(1), meter=meter)
+    thrashing(toy, meter, *[0] * 5, *[1] * 20)
+    assert toy.micro_batches.limit == RowLimit(1)
+    (event,) = toy.events
+    assert str(event).startswith("micro-batch stays at 1 row, although rank 0 had to free")
+
+
 # ---- measured steps
 
 

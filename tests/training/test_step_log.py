@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torchtune import training
 
 from tests.support.run_logs import events_in, lines_in
 from torchtune_adaptive.engine.distributed.consensus import Consensus
@@ -151,6 +152,17 @@ def test_a_meters_peak_is_the_highest_so_far() -> None:
             torch.empty(size, dtype=torch.uint8)
         log.write(step, RESULT, epoch=0, seconds=1.0)
     assert {step: logged["peak_memory_bytes"] for step, logged in parts.logger.steps.items()} == {2: 5100, 4: 5100}
+
+
+def test_the_devices_own_memory_statistics_are_logged_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str, str]:
+        assert not reset_stats
+        return {"peak_memory_active": f"of {device}"}
+
+    monkeypatch.setattr(training, "get_memory_stats", get_memory_stats)
+    parts = Parts()
+    parts.log(device=torch.device("cpu")).write(1, RESULT, epoch=0, seconds=1.0)
+    assert parts.logger.steps[1]["peak_memory_active"] == "of cpu"
 
 
 def test_events_are_written_once_each_with_the_figures_of_the_shortage(tmp_path: Path) -> None:
