@@ -29,7 +29,9 @@ def run_of(folder: str | Path, *, ranks: int = 1, **keys: Any) -> HuggingFaceRun
 
 
 @functools.cache  # a plan takes a second
-def planned(path: str, *, ranks: int = 1, **keys: Any) -> Plan:
+def planned(path: str, *, ranks: int = 1, offloads: bool = False, **keys: Any) -> Plan:
+    if offloads:
+        keys["fsdp_config"] = {"cpu_offload": True}
     traced = run_of(path, ranks=ranks, **keys).trace()
     return plan_of_loop(traced, Card.named("24GiB"), ranks=ranks, batch_sizes=[4], title="", assumptions="")
 
@@ -49,11 +51,7 @@ def test_weights_gradients_and_state_have_the_types_that_the_trainer_gives_them(
     assert bytes_of(mixed, "optimizer state") == pytest.approx(8 * WEIGHTS, rel=0.03)
     assert bytes_of(planned(path, optim="sgd"), "optimizer state") == 0
     assert bytes_of(low, "activations") < bytes_of(mixed, "activations")
-
-
-@pytest.mark.slow
-def test_the_first_step_of_a_trainer_makes_the_optimizers_state(path: str) -> None:
-    assert not run_of(path).trace().step.state_exists
+    assert not run_of(path, dtype="bfloat16")._traced(1, sizes=[2]).step.state_exists  # the first step makes it
 
 
 @pytest.mark.slow
@@ -83,32 +81,23 @@ def test_ranks_have_copies_with_buckets_of_gradients_or_parts_under_fsdp2(path: 
     assert bytes_of(copies, "other tensors") - bytes_of(one, "other tensors") == pytest.approx(4 * WEIGHTS, rel=0.02)
     assert bytes_of(parts, "parameters") == pytest.approx(bytes_of(one, "parameters") / 2, rel=0.05)
     assert parts.step.num_parameters == WEIGHTS
-    kept = HuggingFaceRun(
-        path=path,
-        seq_len=64,
-        trainer="transformers",
-        keys={"fsdp": True, "fsdp_config": {"cpu_offload": True}},
-        ranks=2,
-    ).trace()
-    offloaded = plan_of_loop(kept, Card.named("24GiB"), ranks=2, batch_sizes=[4], title="", assumptions="")
+    offloaded = planned(path, ranks=2, fsdp=True, offloads=True)
     assert bytes_of(offloaded, "optimizer state") == 0 < bytes_of(parts, "optimizer state")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-def test_many_layers_are_planned_from_few_and_take_what_all_of_them_take(tmp_path: Path, ranks: int) -> None:
+def test_many_layers_are_planned_from_few_and_take_what_all_of_them_take(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 10}))
-    run = run_of(tmp_path, ranks=ranks, bf16=True, gradient_checkpointing=True, **({"fsdp": True} if ranks > 1 else {}))
-    few, whole = run.trace(), run._traced(None, sizes=[2, 3, 1])
+    run = run_of(tmp_path, ranks=2, bf16=True, fsdp=True)
+    few, whole = run.trace(), run._traced(None, sizes=[2])
     assert (few.num_layers, few.traced_layers) == (10, (4, 6))
-    assert [few.step.at(rows) for rows in (1, 2, 5)] == [whole.step.at(rows) for rows in (1, 2, 5)]
+    assert few.step.at(2) == whole.step.at(2)
     assert (few.num_parameters, few.num_trainable) == (whole.num_parameters, whole.num_trainable)
 
 
 @pytest.mark.parametrize(
     ("changes", "counts"),
     [
-        ({"num_hidden_layers": 10}, (4, 6, 8)),
         ({"num_hidden_layers": 11}, (5, 7, 9)),
         ({"num_hidden_layers": 8}, None),
         (
@@ -164,10 +153,6 @@ def test_the_assumptions_are_one_sentence(path: str) -> None:
         ({"fsdp": True}, "`fsdp` needs several ranks: `--nproc_per_node` is 1."),
         ({"fsdp_config": "fsdp.json"}, "`fsdp_config` must be a mapping of keys, but is 'fsdp.json' instead."),
         ({"fsdp_config": {"version": 1}}, "FSDP1 is not planned: `fsdp_config.version` must be 2."),
-        (
-            {"max_grad_norms": 1},
-            "'max_grad_norms' is no key of TrainingArguments or of TRL's ModelConfig; did you",
-        ),
     ],
 )
 def test_keys_that_cannot_be_planned_are_refused_before_a_trace(keys: dict[str, Any], sentence: str, path: str) -> None:
@@ -178,8 +163,6 @@ def test_keys_that_cannot_be_planned_are_refused_before_a_trace(keys: dict[str, 
 
 @pytest.mark.slow
 def test_what_the_trainer_refuses_is_refused_in_its_words(path: str) -> None:
-    with pytest.raises(InputError, match=r"^TrainingArguments refuses these keys: .*adamw_9bit"):
-        run_of(path, optim="adamw_9bit").trace()
     with pytest.raises(InputError, match=r"^TrainingArguments refuses these keys: .*--bf16"):
         run_of(path, bf16="perhaps").trace()
 
@@ -191,7 +174,7 @@ def test_accelerate_and_the_environment_are_as_before(path: str, monkeypatch: py
     from accelerate.state import PartialState
 
     monkeypatch.setenv("WORLD_SIZE", "7")
-    run_of(path, ranks=2).trace()
+    run_of(path, ranks=2)._traced(1, sizes=[2])
     assert os.environ["WORLD_SIZE"] == "7"
     assert "MASTER_PORT" not in os.environ
     assert PartialState._shared_state == {}

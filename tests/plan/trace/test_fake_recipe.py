@@ -57,8 +57,9 @@ REFUSED = {
 }
 
 
-def _memory(cfg: DictConfig, rows: int, *, world_size: int = 1, seq_len: int = SEQ_LEN) -> StepMemory:
-    return exact(trace_config(cfg, world_size=world_size, seq_lens=[seq_len]).lengths[0].at(rows))
+def _memory(cfg: DictConfig, *, world_size: int = 1, seq_len: int = SEQ_LEN, rows: int = 2) -> StepMemory:
+    with steps_of(cfg, world_size=world_size) as steps:
+        return exact(steps.events(steps.num_layers, rows, seq_len))
 
 
 def _layers_traced() -> dict[str, tuple[int, ...]]:
@@ -102,34 +103,23 @@ def _kinds() -> dict[str, Any]:
     seen["offloaded"] = {phase: step.kinds(phase) for phase in ("backward", "optimizer")}
     seen["on the host"] = on_host.host
     plain = ["~clip_grad_norm", *CUDA, LAYERS]
-    seen["at once"] = _memory(_cfg("full", *plain), 2, seq_len=8).phases["backward"]
-    seen["in backward"] = _memory(_cfg("full", *plain, "optimizer_in_bwd=True"), 2, seq_len=8).phases["backward"]
+    seen["at once"] = _memory(_cfg("full", *plain), seq_len=8).phases["backward"]
+    seen["in backward"] = _memory(_cfg("full", *plain, "optimizer_in_bwd=True"), seq_len=8).phases["backward"]
     paged = _cfg("full", *CUDA, "~optimizer.fused", "optimizer=bitsandbytes.optim.PagedAdamW8bit")
     step = trace_config(paged, world_size=1, seq_lens=[SEQ_LEN])
     seen["paged"] = step.paged_bytes, exact(step.lengths[0].at(2)).kinds("clip")["optimizer state"]
     offloading = ["model.num_layers=4", "enable_activation_checkpointing=True", "enable_activation_offloading=True"]
     step = trace_config(_cfg("full", *CUDA, *offloading), world_size=1, seq_lens=[SEQ_LEN])
     seen["activations on the host"] = step.host.activations
-    adapters = [*CUDA, "model.num_layers=2", "model.lora_attn_modules=[q_proj]", "model.apply_lora_to_mlp=False"]
-    seen["dropout"] = [
-        _memory(_cfg("lora", *adapters, f"model.lora_dropout={dropout}"), 8).phases["forward"] / 8 / SEQ_LEN
-        for dropout in (0.0, 0.1)
-    ]
     plain = [*CUDA, "~optimizer.fused"]
-    steps = [_memory(_cfg("full", *plain, *more), 2).phases for more in ([], ["optimizer.foreach=False"])]
+    steps = [_memory(_cfg("full", *plain, *more)).phases for more in ([], ["optimizer.foreach=False"])]
     seen["lists of tensors"] = [step["optimizer"] for step in steps]
-    seen["dropout in attention"] = [
-        _memory(_cfg("full", *CUDA, f"model.attn_dropout={dropout}"), 8, seq_len=256).phases["forward"]
-        for dropout in (0.0, 0.1)
-    ]
     lengths = _cfg("full", SHALLOW, "dataset.packed=True")  # a dense mask
     between = trace_config(lengths, world_size=2, seq_lens=[32, 80, 128]).lengths[1]
-    seen["interpolated"], seen["traced"] = (
-        exact(between.at(5)).phases,
-        _memory(lengths, 5, world_size=2, seq_len=80).phases,
-    )
+    seen["interpolated"] = exact(between.at(5)).phases
+    seen["traced"] = _memory(lengths, world_size=2, seq_len=80, rows=5).phases
     seen["buffers"] = [
-        _memory(_cfg("full", *_model("with_a_buffer", num_layers=1, is_lazy=is_lazy)), 2).phases for is_lazy in (0, 1)
+        _memory(_cfg("full", *_model("with_a_buffer", num_layers=1, is_lazy=is_lazy))).phases for is_lazy in (0, 1)
     ]
     with fake_process_group(4):
         seen["state of ranks"] = {name: _host_figures_on_ranks(4, name) for name in STATE_OF_RANKS}
@@ -161,7 +151,7 @@ def _host_figures_on_ranks(world_size: int, name: str) -> tuple[int, int, int]:
 
 def _refusal(*overrides: str) -> str:
     with pytest.raises(InputError) as refused:
-        _memory(_cfg("full", *overrides), 2)
+        _memory(_cfg("full", *overrides))
     return str(refused.value)
 
 
@@ -182,14 +172,11 @@ def test_only_some_parameters_are_gathered_at_a_time(kinds: dict[str, Any]) -> N
     assert 0 < kinds["gathered"] < 4 * kinds["parameters"]
 
 
-def test_offloaded_bytes_are_not_counted_on_the_device(kinds: dict[str, Any]) -> None:
+def test_offloaded_bytes_are_those_of_a_rank_on_the_host_and_not_on_the_device(kinds: dict[str, Any]) -> None:
     backward, optimizer = kinds["offloaded"]["backward"], kinds["offloaded"]["optimizer"]
     assert not any("optimizer state" in kinds for kinds in (backward, optimizer))
     assert optimizer.get("gradients", 0) == optimizer.get("temporaries", 0) == 0  # the step runs on the host
     assert backward["gathered parameters"] > 0
-
-
-def test_offloaded_bytes_are_those_of_a_rank_on_the_host(kinds: dict[str, Any]) -> None:
     host = kinds["on the host"]
     of_rank = host.weights / 4
     assert of_rank <= host.offloaded_weights <= 2 * of_rank  # pinned
@@ -212,19 +199,9 @@ def test_paged_state_is_counted_apart_from_state_on_the_device(kinds: dict[str, 
     assert 0 < held_bytes < paged_bytes < 2 * kinds["parameters"]
 
 
-def test_dropout_keeps_a_mask_of_bytes_as_on_cuda(kinds: dict[str, Any]) -> None:
-    without, with_dropout = kinds["dropout"]
-    assert with_dropout == without + 128  # in the second layer: the input of the first needs no gradient
-
-
 def test_an_optimizer_steps_over_lists_of_tensors_as_on_cuda(kinds: dict[str, Any]) -> None:
     by_default, over_tensors = kinds["lists of tensors"]
     assert by_default > over_tensors
-
-
-def test_dropout_in_attention_keeps_no_matrix_of_all_pairs_of_tokens(kinds: dict[str, Any]) -> None:
-    without, with_dropout = kinds["dropout in attention"]
-    assert with_dropout == without
 
 
 def test_lengths_between_the_shortest_and_the_longest_are_interpolated_even_with_a_dense_mask(
@@ -296,11 +273,14 @@ class RepeatingRecipe:
         return {"weights": 7 + 100 * self.num_layers, "64": self.num_layers}
 
 
-@pytest.mark.parametrize("operation", ["mm", "mm {seq_len}"], ids=["same operations", "other operations"])
-def test_events_and_figures_of_each_length_are_those_of_the_whole_model(
-    operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def repeating(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_steps, "FakeRecipe", RepeatingRecipe)
+
+
+@pytest.mark.usefixtures("repeating")
+@pytest.mark.parametrize("operation", ["mm", "mm {seq_len}"], ids=["same operations", "other operations"])
+def test_events_and_figures_of_each_length_are_those_of_the_whole_model(operation: str) -> None:
     cfg = OmegaConf.create({"device": "cpu", "operation": operation})
     step = trace_config(cfg, world_size=1, seq_lens=[80, 32, 128])
     assert (step.traced_layers, step.num_layers, step.num_parameters) == ((4, 6), 10, 1007)
@@ -311,11 +291,9 @@ def test_events_and_figures_of_each_length_are_those_of_the_whole_model(
             assert one.at(rows) == RepeatingRecipe(cfg).trace(rows, seq_len).events()
 
 
-@pytest.mark.parametrize("pass_bytes", [[1000, 1000, 1000], [700, 1000, 1000], [700, 1000, 300]])
-def test_a_loop_over_the_rows_has_as_many_passes_as_rows(
-    pass_bytes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config_steps, "FakeRecipe", RepeatingRecipe)
+@pytest.mark.usefixtures("repeating")
+@pytest.mark.parametrize("pass_bytes", [[1000, 1000, 1000], [700, 1000, 300]])
+def test_a_loop_over_the_rows_has_as_many_passes_as_rows(pass_bytes: list[int]) -> None:
     cfg = OmegaConf.create({"device": "cpu", "pass_bytes": pass_bytes})
     (step,) = trace_config(cfg, world_size=1, seq_lens=[32]).lengths
     for rows in (2, 3, 4, 9):
@@ -335,15 +313,15 @@ def test_steps_whose_operations_depend_on_the_rows_are_refused(monkeypatch: pyte
         trace_config(OmegaConf.create({"device": "cpu"}), world_size=1, seq_lens=[32])
 
 
+@pytest.mark.usefixtures("repeating")
 @pytest.mark.parametrize(
     ("last_bytes", "layers"),
-    [({4: 3000, 6: 5000, 8: 7000}, (4, 6)), ({4: 5500, 6: 6500, 8: 8100}, (10,)), ({8: 7000}, (10,))],
-    ids=["linear", "the third model takes more", "only the third model takes anything"],
+    [({4: 3000, 6: 5000, 8: 7000}, (4, 6)), ({4: 5500, 6: 6500, 8: 8100}, (10,))],
+    ids=["linear", "the third model takes more"],
 )
 def test_few_layers_are_traced_only_if_a_third_model_confirms_the_extrapolation(
-    last_bytes: dict[int, int], layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    last_bytes: dict[int, int], layers: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(config_steps, "FakeRecipe", RepeatingRecipe)
     cfg = OmegaConf.create({"device": "cpu", "last_bytes": last_bytes})
     with steps_of(cfg, world_size=1) as steps:
         assert steps.layers_to_trace(500) == layers

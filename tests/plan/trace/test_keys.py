@@ -45,11 +45,6 @@ def test_a_step_depends_on_the_traced_keys_alone(changes: dict[str, Any], is_sam
     assert (traced_content(cfg) == traced_content(changed)) == is_same
 
 
-def test_any_number_of_micro_steps_above_one_is_the_same_step() -> None:
-    two, nine = (traced_content(OmegaConf.create({"gradient_accumulation_steps": steps})) for steps in (2, 9))
-    assert two == nine
-
-
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [

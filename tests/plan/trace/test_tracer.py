@@ -17,37 +17,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from tests.support.ranks import run_alone, run_on_ranks
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.trace.config_steps import steps_of
+from torchtune_adaptive.plan.trace.events import Events
 from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.stock.configs import load_config
 
 SEQ_LEN, BATCH_SIZE = 64, 5  # plans trace batches of 2 and 3, and predict the bytes of one of 5
 SHALLOW = "model.num_layers=1"
 FAULTY = "tests.support.fake_models"
-CASES = {
-    "full, 2 ranks": ("full", 2, ["model.num_layers=2", "enable_activation_checkpointing=True"]),
-    "compiled lora": ("lora", 1, ["model.num_layers=2", "gradient_accumulation_steps=2", "compile=True"]),
-}
-
-
-def _planned_and_whole() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, (kind, ranks, overrides) in CASES.items():
-        tracer, cfg = Tracer(), load_config(f"tiny/{kind}", overrides)
-        planned = tracer.step(cfg, world_size=ranks, seq_lens=[SEQ_LEN]).lengths[0].at(BATCH_SIZE)
-        with steps_of(cfg, world_size=ranks) as steps:
-            found[name] = planned, steps.events(steps.num_layers, BATCH_SIZE, SEQ_LEN)
-    return found
-
-
-@pytest.fixture(scope="module")
-def planned_and_whole() -> dict[str, Any]:
-    return run_alone(_planned_and_whole)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_whole_step_of_more_rows_takes_and_gives_back_what_was_planned(name: str, planned_and_whole: Any) -> None:
-    planned, traced = planned_and_whole[name]
-    assert planned == traced
 
 
 def _full(*overrides: str) -> DictConfig:
@@ -58,21 +34,30 @@ def _steps_of(*asked: tuple[DictConfig, int]) -> list[Any]:
     return [Tracer().step(cfg, world_size=ranks, seq_lens=[SEQ_LEN]) for cfg, ranks in asked]
 
 
-def test_a_step_does_not_depend_on_those_traced_before_it_in_the_same_process() -> None:
-    compiled, on_cuda = (
-        load_config("tiny/lora", [SHALLOW, "compile=True", "model.lora_dropout=0.1", f"device={device}"])
-        for device in ("cpu", "cuda")
-    )
-    asked = [(on_cuda, 1), (_full(), 2), (compiled, 1), (_full(), 2), (on_cuda, 1)]
-    steps = run_alone(_steps_of, *asked)
-    assert steps[:2] == [steps[4], steps[3]]
+def _planned_and_whole(cfg: DictConfig) -> tuple[Events, Events]:
+    """The events of a batch that follow from those of smaller ones, and those that are traced."""
+    planned = Tracer().step(cfg, world_size=1, seq_lens=[SEQ_LEN]).lengths[0].at(BATCH_SIZE)
+    with steps_of(cfg, world_size=1) as steps:
+        return planned, steps.events(steps.num_layers, BATCH_SIZE, SEQ_LEN)
 
 
-def test_the_environment_of_a_launcher_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = run_alone(_steps_of, (_full(), 2))
+def test_a_whole_step_of_more_rows_takes_and_gives_back_what_was_planned() -> None:
+    """Eager code is compared with metered steps in ``test_plan_methods.py``."""
+    compiled = load_config("tiny/lora", [SHALLOW, "gradient_accumulation_steps=2", "compile=True"])
+    planned, traced = run_alone(_planned_and_whole, compiled)
+    assert planned == traced
+
+
+def test_a_step_does_not_depend_on_those_traced_before_it_or_on_the_environment_of_a_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = load_config("tiny/lora", [SHALLOW, "compile=True", "model.lora_dropout=0.1", "device=cuda"])
+    alone = run_alone(_steps_of, (_full(), 2))
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "5"), ("MASTER_ADDR", "nowhere")):
         monkeypatch.setenv(name, value)
-    assert run_alone(_steps_of, (_full(), 2)) == usual
+    before, between, after = run_alone(_steps_of, (compiled, 1), (_full(), 2), (compiled, 1))
+    assert [between] == alone
+    assert after == before
 
 
 @pytest.mark.slow
