@@ -77,8 +77,7 @@ def compiled_in_place() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("build_model", [compiled, compiled_in_place])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("build_model", "device"), [(compiled, "cuda"), (compiled_in_place, "cpu")])
 def test_a_compiled_model_is_planned_as_eager_code_and_the_plan_says_so(build_model: Any, device: Any) -> None:
     functions = make_optimizer, train_step, lambda n: torch.zeros(n, TOKENS, WIDTH)
     plan = plan_max_batch_size(build_model, *functions, memory="24GiB", device=device)

@@ -18,7 +18,6 @@ from tests.support.recipe_runs import (
     tiny_config,
     without_saving,
 )
-from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.engine.search.probe import Prober
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.errors import InputError
@@ -148,18 +147,6 @@ def test_a_reference_and_a_teacher_are_counted_as_frozen_models_and_a_row_of_dpo
     else:
         assert frozen == 0
         assert not any("frozen models" in one for one in kinds)
-
-
-@pytest.mark.exhaustive
-def test_a_stock_config_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--config", "llama3_1/8B_full_dpo", "--nproc_per_node", "8", "--memory", "H100"]
-    with pytest.raises(SystemExit) as end:
-        main([*words, "--seq-len", "128", "gradient_accumulation_steps=1"])
-    printed = capsys.readouterr().out
-    assert end.value.code == 0
-    assert printed.startswith("llama3_1/8B_full_dpo: 8.03 B parameters in 32 layers")
-    assert printed.splitlines()[0].endswith("; 8.03 B in a frozen model")
-    assert "frozen models" in printed
 
 
 # ---- many layers

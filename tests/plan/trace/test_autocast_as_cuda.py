@@ -84,12 +84,3 @@ def test_settings_named_for_cuda_are_those_of_the_cpu_within():
         assert not torch.is_autocast_enabled("cpu")
     assert torch.get_autocast_dtype("cpu") == before
     assert not torch.is_autocast_enabled("cuda")
-
-
-def test_afterwards_the_cpu_casts_as_before():
-    with torch.autocast("cpu", torch.bfloat16):
-        before = _dtypes()
-    with autocast_as_cuda():
-        pass
-    with torch.autocast("cpu", torch.bfloat16):
-        assert _dtypes() == before

@@ -186,12 +186,6 @@ def test_the_events_of_many_rows_follow_from_those_of_few(loops: bool) -> None:
         assert extended(rows(2, loops=loops), rows(3, loops=loops), number - 2) == rows(number, loops=loops)
 
 
-def test_memory_that_would_shrink_below_nothing_has_no_further_rows() -> None:
-    assert (
-        extended((Event("forward", "mm", "activations", 10),), (Event("forward", "mm", "activations", 5),), 5) is None
-    )
-
-
 def test_a_batch_follows_from_the_nearest_traced_ones_that_are_smaller() -> None:
     """As a loss that works on tiles: up to 4 rows it grows by 10 bytes with each, from 5 on by 1."""
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tests.support.ranks import run_alone, run_on_ranks
+from tests.support.ranks import run_alone
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.trace.config_steps import steps_of
 from torchtune_adaptive.plan.trace.events import Events
@@ -126,15 +126,3 @@ def test_an_interrupt_ends_the_trace(place: str) -> None:
     cfg = _failing("InterruptedInItsStep") if place == "optimizer" else _full(f"loss._component_={FAULTY}.interrupted")
     with pytest.raises(KeyboardInterrupt):
         Tracer().step(cfg, world_size=1, seq_lens=[SEQ_LEN])
-
-
-def _refusal_in_a_group(_: int) -> str:
-    with pytest.raises(InputError) as refused:
-        Tracer().step(_full(), world_size=2, seq_lens=[SEQ_LEN])
-    assert dist.is_initialized()
-    return str(refused.value)
-
-
-def test_a_process_that_is_in_a_group_is_refused() -> None:
-    said = run_on_ranks(_refusal_in_a_group, 1)
-    assert said == ["A plan starts a process group of its own, but this process is in one of size 1."]
