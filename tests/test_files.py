@@ -26,7 +26,7 @@ def test_a_path_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [former]
 
 
-@pytest.mark.parametrize("name", [".", "former/file", "former/new/file", "pipe", "x" * 300, "a\0b"])
+@pytest.mark.parametrize("name", [".", "former/new/file", "pipe", "x" * 300, "a\0b"])
 def test_a_path_that_cannot_be_written_is_refused_and_left_as_it_is(name: str, tmp_path: Path) -> None:
     write_atomically(tmp_path / "former", "text")
     os.mkfifo(tmp_path / "pipe")  # which stands for a device

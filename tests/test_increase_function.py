@@ -39,12 +39,7 @@ class Doubling:
         return current_batch_size
 
 
-class OneArgument:
-    def __call__(self, epoch: int) -> int:
-        return 0
-
-
-DOUBLING, ONE_ARGUMENT = Doubling(), OneArgument()
+DOUBLING = Doubling()
 UP_TO_EIGHT = functools.partial(with_maximum, maximum=8)
 
 
@@ -82,7 +77,6 @@ def test_function_of_a_module_in_the_working_directory_is_found(tmp_path, monkey
     ("value", "sentence"),
     [
         ("no_such.grow", "cannot be imported from 'no_such.grow': ModuleNotFoundError: No module named 'no_such'."),
-        ("math.grow", "cannot be imported from 'math.grow': AttributeError: module 'math' has no attribute 'grow'."),
         ("", "cannot be imported from '': ValueError: invalid format: ''."),
         ("math.pi", f"must be callable, but 'math.pi' is {math.pi} instead."),
         (
@@ -95,19 +89,17 @@ def test_function_of_a_module_in_the_working_directory_is_found(tmp_path, monkey
             for name, signature in (
                 ("with_maximum", "(epoch, current_batch_size, maximum)"),
                 ("keyword_only", "(*, epoch, current_batch_size)"),
-                ("ONE_ARGUMENT", "(epoch: int) -> int"),
             )
         ),
         *(
             (value, f"must be a dotted path or a mapping with a `_component_`, but is {value!r} instead.")
-            for value in (8, ["a.b"], {"factor": 2}, {"_component_": None})
+            for value in (8, {"factor": 2})
         ),
         *(
             ({"_component_": path, **arguments}, f"cannot be created by '{path}' with {arguments}: {reason}.")
             for path, arguments, reason in (
                 (f"{SCHEDULE}.geometric", {"factor": 1}, "`factor` must be at least 2, but is 1 instead"),
                 (f"{HERE}.break_down", {}, "RuntimeError: first line second line"),
-                ("math.pi", {}, "TypeError: 'float' object is not callable"),
             )
         ),
         (

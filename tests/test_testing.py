@@ -1,6 +1,5 @@
 """A fault strikes once, at the operation, in the phase and on the ranks given, and is removed afterwards."""
 
-import gc
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -50,9 +49,9 @@ def doubled(times: int) -> torch.Tensor:
 # ---- where it strikes
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_a_fault_strikes_in_place_of_its_operation(place: int) -> None:
-    values = torch.zeros(2)
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_fault_strikes_in_place_of_its_operation_and_all_is_restored(place: int) -> None:
+    before, values = patched(), torch.zeros(2)
 
     def add_four() -> None:
         for _ in range(4):
@@ -63,6 +62,7 @@ def test_a_fault_strikes_in_place_of_its_operation(place: int) -> None:
     assert values.tolist() == [place] * 2
     assert fault.has_struck
     assert fault.count == place + 1
+    assert patched() == before
 
 
 def test_a_fault_strikes_once_and_keeps_counting_when_it_is_used_again() -> None:
@@ -124,7 +124,7 @@ def test_a_buffers_allocation_counts_and_what_happens_within_a_collective_does_n
 # ---- on which ranks, and when
 
 
-@pytest.mark.parametrize(("ranks", "strikes"), [(None, True), ({0, 3}, True), ([1], False)])
+@pytest.mark.parametrize(("ranks", "strikes"), [({0, 3}, True), ([1], False)])
 def test_a_process_without_peers_is_rank_zero(ranks: Any, strikes: bool) -> None:
     struck: list[str] = []
     with Fault(1, ranks=ranks, strike=lambda: struck.append("here")) as fault:
@@ -167,20 +167,6 @@ print("still alive", flush=True)
 
 
 # ---- afterwards
-
-
-def test_after_a_failure_everything_is_restored() -> None:
-    before = patched()
-
-    def work() -> None:
-        with Fault(1):
-            assert patched() != before
-            doubled(3)
-
-    with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
-        work()
-    assert patched() == before
-    assert doubled(3).item() == 8
 
 
 def test_nested_faults_count_separately() -> None:
@@ -299,22 +285,10 @@ def test_the_recipes_class_is_restored_after_a_failure() -> None:
 
 def test_ballast_takes_memory_that_the_meter_sees_and_frees_it() -> None:
     meter = CpuMeter()
-    meter.limit_bytes = 1500
     with ballast(1000, CPU, meter=meter):
         assert meter.live_bytes == 1000
-        with meter:
-            torch.zeros(100)
-        with pytest.raises(torch.OutOfMemoryError, match="CPU meter out of memory"), meter:
-            torch.zeros(200)
-    gc.collect()
     assert meter.live_bytes == 0
-    with meter:
-        torch.zeros(200)
-
-
-def test_ballast_is_gone_after_a_failure_although_its_traceback_is_kept() -> None:
-    meter = CpuMeter()
     with pytest.raises(torch.OutOfMemoryError) as caught, ballast(1000, CPU, meter=meter):
         out_of_memory()
-    assert caught.tb is not None
+    assert caught.tb is not None  # it is gone although the traceback is kept
     assert meter.live_bytes == 0

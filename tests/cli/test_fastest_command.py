@@ -140,12 +140,10 @@ def test_why_the_config_as_it_is_cannot_run_is_said(set_ups: SetUps, tmp_path: P
     ("arguments", "sentence"),
     [
         (("--minutes", "0", RECIPE, "--config", "tiny/full"), "`--minutes` must be above 0, but is 0 instead."),
-        (("--minutes", "two", RECIPE, "--config", "tiny/full"), "`--minutes` must be a number, but is 'two' instead."),
         (
             ("--try", "checkpointing,packing", RECIPE, "--config", "tiny/full"),
             "`--try` must be one of checkpointing, compile, resharding, loss, but is 'packing' instead.",
         ),
-        ((RECIPE,), "A search needs a recipe, followed by `--config` and"),
         (
             (RECIPE, "--config", "tiny/full", "adaptive.max_tokens_per_micro_batch=512"),
             "`fastest` chooses rows or tokens itself: leave `adaptive.max_tokens_per_micro_batch: 512` out.",
@@ -162,7 +160,6 @@ def test_why_the_config_as_it_is_cannot_run_is_said(set_ups: SetUps, tmp_path: P
             ("--nproc_per_node", "two", "adaptive_full_finetune_distributed", "--config", "tiny/full"),
             "`--nproc_per_node` 'two' is no number of ranks.",
         ),
-        ((RECIPE, "--config", "tiny/full", "output_dir=/proc/x"), "`output_dir` cannot be written"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_runs(

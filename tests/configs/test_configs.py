@@ -107,10 +107,8 @@ def test_a_config_is_found_by_adaptive_name_stock_name_or_path(file: Path) -> No
             ["--config", "tiny/full", "batch_size"],
             "An override must have the form key=value, but is 'batch_size' instead.",
         ),
-        (["--config", "tiny/full", "~model.nosuchkey"], "model.nosuchkey"),
         (["--config", "tiny/full", "adaptive=[1]"], "adaptive"),
         (["--config", "tiny/full", "a=b=c"], "must have the form key=value, but is 'a=b=c' instead."),
-        (["--config", "EMPTY"], "must be a YAML mapping, but"),
         (["--config", "NUMBER"], "keys must be words"),
         (["--config", "tiny/full", "--seed=1"], "must have the form key=value, but is '--seed=1' instead."),
         (["--config", "tiny/full", "~model"], "Overrides '~model' do not fit the config:"),
@@ -127,11 +125,8 @@ def test_a_command_line_that_names_no_config_is_refused(arguments: list[str], se
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     (tmp_path / "twice.yaml").write_text("a: 1\na: 2\n")
     (tmp_path / "number.yaml").write_text("1: 2\n")
-    (tmp_path / "empty.yaml").write_text("")
     (tmp_path / "deep.yaml").write_text("[" * 1200)
-    files = {
-        name.upper(): str(tmp_path / f"{name}.yaml") for name in ("broken", "list", "twice", "deep", "number", "empty")
-    }
+    files = {name.upper(): str(tmp_path / f"{name}.yaml") for name in ("broken", "list", "twice", "deep", "number")}
     with pytest.raises(InputError) as refusal:
         resolve_config_argument([files.get(argument, argument) for argument in arguments])
     assert sentence in str(refusal.value)
@@ -185,14 +180,8 @@ def test_dpo_with_another_loss_and_keys_that_are_null_are_recognised() -> None:
             {"layer_dropout": {"prob": 0.2}},
             "No adaptive recipe supports early exits: `layer_dropout` is {'prob': 0.2}.",
         ),
-        (
-            {"optimizer": None},
-            "The config has no `optimizer`, which training needs.",
-        ),
-        (
-            {"teacher_model": {}},
-            "A `teacher_model` needs a LoRA `model`, not 'torchtune.models.llama2.llama2'.",
-        ),
+        ({"optimizer": None}, "The config has no `optimizer`, which training needs."),
+        ({"teacher_model": {}}, "A `teacher_model` needs a LoRA `model`, not 'torchtune.models.llama2.llama2'."),
         ({"loss": DPO}, "DPO without LoRA needs a `ref_checkpointer`."),
     ],
     ids=["GRPO", "early exit", "no training", "full distillation", "DPO without a reference"],

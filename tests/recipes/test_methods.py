@@ -26,23 +26,16 @@ def _own_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     return {"parity": trials.parity(2), "search": trials.search(STRATEGIES[:1]), "cuts": trials.cuts()}
 
 
-def _common_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    trials = Trials(kind, tiny_dir, output_dir)
-    return {"recovery": trials.recovery(points=3), "resume": trials.resume(within_epoch=True)}
-
-
 def _exhaustive_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     trials = Trials(kind, tiny_dir, output_dir)
     return {
         "parity": trials.parity(1),
         "search": trials.search(),
+        "growth": trials.growth(),
         "recovery": trials.recovery(points=None),
-        "resume": trials.resume(within_epoch=False),
+        "resume": trials.resume(within_epoch=True),
+        "resume after an epoch": trials.resume(within_epoch=False),
     }
-
-
-def _growth(kind: str, tiny_dir: Path, output_dir: Path) -> list[float]:
-    return Trials(kind, tiny_dir, output_dir).growth()
 
 
 def _on_rank(rank: int, trials: Any, *arguments: Any) -> Any:
@@ -106,25 +99,8 @@ def check_search(ranks: list[dict[str, Any]], *, strategies: tuple[str, ...]) ->
     assert steps == told
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", RECIPES)
-def test_growth(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
-    assert _run(_growth, kind, tiny_dir, tmp_path)[0] == [2, 4, 6]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", RECIPES)
-def test_recovery_and_resume(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
-    """Training with faults equals a run configured with the same micro-batches, and no memory stays allocated.
-
-    A run resumes from an adaptive checkpoint within an epoch.
-    """
-    ranks = _run(_common_trials, kind, tiny_dir, tmp_path)
-    check_recovery([rank["recovery"] for rank in ranks])
-    check_resume([rank["resume"] for rank in ranks], steps_left=2)
-
-
 def check_recovery(ranks: list[dict[str, Any]]) -> None:
+    """Training with faults equals a run configured with the same micro-batches, and no memory stays allocated."""
     for rank in ranks:
         assert rank["parameters equal"]
         assert rank["retries"] == rank["struck"] >= 0.95 * rank["faults"]
@@ -166,23 +142,15 @@ STEPS_IN_BACKWARD = [
 
 def _trials_in_backward(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     trials = Trials(kind, tiny_dir, output_dir, optimizer_in_bwd=True, clip_grad_norm=None)
-    return {"search": trials.search(STRATEGIES[:2]), "growth": trials.growth()}
-
-
-@pytest.fixture(scope="module")
-def in_backward(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return functools.cache(lambda kind: _run(_trials_in_backward, kind, tiny_dir, tmp_path_factory.mktemp(kind)))
+    return {"search": trials.search(STRATEGIES[:1]), "growth": trials.growth()}
 
 
 @pytest.mark.parametrize("kind", STEPS_IN_BACKWARD)
-def test_search_in_backward(kind: str, in_backward: Any) -> None:
-    """Each backward pass of a probe changes the weights; they are restored afterwards."""
-    check_search([rank["search"] for rank in in_backward(kind)], strategies=STRATEGIES[:2])
-
-
-@pytest.mark.parametrize("kind", STEPS_IN_BACKWARD)
-def test_growth_in_backward(kind: str, in_backward: Any) -> None:
-    assert in_backward(kind)[0]["growth"] == [2, 4, 6]
+def test_search_and_growth_in_backward(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
+    """Each backward pass of a probe changes the weights; they are restored afterwards. The batch grows."""
+    ranks = _run(_trials_in_backward, kind, tiny_dir, tmp_path)
+    check_search([rank["search"] for rank in ranks], strategies=STRATEGIES[:1])
+    assert ranks[0]["growth"] == [2, 4, 6]
 
 
 @pytest.mark.exhaustive
@@ -191,8 +159,10 @@ def test_every_strategy_and_every_seventh_operation(kind: str, tiny_dir: Path, t
     ranks = _run(_exhaustive_trials, kind, tiny_dir, tmp_path, timeout_s=7200)
     check_parity(kind, [rank["parity"] for rank in ranks], accumulation=1)
     check_search([rank["search"] for rank in ranks], strategies=STRATEGIES)
+    assert ranks[0]["growth"] == [2, 4, 6]
     check_recovery([rank["recovery"] for rank in ranks])
-    check_resume([rank["resume"] for rank in ranks], steps_left=3)  # from torchtune's checkpoint of an epoch
+    check_resume([rank["resume"] for rank in ranks], steps_left=2)
+    check_resume([rank["resume after an epoch"] for rank in ranks], steps_left=3)  # from torchtune's checkpoint
     print(f"{kind}: {ranks[0]['recovery']['struck']} faults, and as many right results")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch._inductor.config as inductor
 
 from tests.support.ranks import RanksFailedError, run_on_ranks
@@ -38,7 +37,13 @@ RUN: dict[str, Any] = SHALLOW | {
     "tokenizer__max_seq_len": 64,
     "lr_scheduler__num_warmup_steps": 5,
     "batch_increase_function": MEASURING,
-    "adaptive": {"memory_limit": "96MiB", "growth_limit": 4, "lr_scaling": "sqrt", "max_batch_size": 3},
+    "adaptive": {
+        "memory_limit": "96MiB",
+        "growth_limit": 4,
+        "lr_scaling": "sqrt",
+        "max_batch_size": 3,
+        "oom_recovery": False,  # its dry runs take a third of a short run
+    },
 }
 PLAIN: dict[str, Any] = SHALLOW | {
     "epochs": 3,
@@ -291,19 +296,3 @@ def test_optimizers_of_few_bits_resume_bit_for_bit(name: str, tiny_dir: Path, tm
         assert found.pop("epoch_0", True)
         assert found == {"step_3": True, "step_1": True}
     assert (tmp_path / "epoch_1").is_dir()
-
-
-def _saved_by_stock(rank: int, tiny_dir: Path, output_dir: Path, component: str) -> None:
-    cfg = tiny_config("full", tiny_dir, output_dir, **_with_few_bits(component))
-    with pytest.raises(NotImplementedError):
-        finished(stock_recipe("full"), cfg)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page says it of torch 2.13")
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_torchtunes_run_ends_where_the_state_of_such_an_optimizer_cannot_be_gathered(
-    name: str, tiny_dir: Path, tmp_path: Path
-) -> None:
-    run_on_ranks(_saved_by_stock, 2, shallow_assets(tiny_dir), tmp_path, f"torchao.optim.{name}")
-    assert not list(tmp_path.glob("epoch_*"))

@@ -81,7 +81,8 @@ def test_stock_tune_run_searches_and_trains(config: str, ranks: int, tiny_dir: P
     else:
         overrides = on_tiny(kind, shallow_assets(tiny_dir), tmp_path / "out")
     launcher = ["--nproc_per_node", str(ranks)] if ranks > 1 else []
-    run = tune_run(*launcher, name, "--config", config, "use_maximum_batch_size=True", *overrides, directory=tmp_path)
+    search = ["use_maximum_batch_size=True", "adaptive.max_batch_size=8"]
+    run = tune_run(*launcher, name, "--config", config, *search, *overrides, directory=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
     (search,), decisions = (events_in(tmp_path / "out", name) for name in ("search", "sizes"))
     assert search["world_size"] == max(ranks, 1)
