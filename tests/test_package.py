@@ -50,13 +50,6 @@ def test_no_file_is_tracked_that_a_run_wrote() -> None:
     assert {path for path in files("--cached") if Path(path).suffix in suffixes} == set()
 
 
-def test_the_package_is_typed() -> None:
-    spec = importlib.util.find_spec("torchtune_adaptive")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    assert any((Path(location) / "py.typed").is_file() for location in spec.submodule_search_locations)
-
-
 @pytest.mark.parametrize("recipe", sorted((REPOSITORY / "recipes").glob("*.py")), ids=lambda path: path.stem)
 def test_a_recipe_is_a_top_level_module(recipe: Path) -> None:
     spec = importlib.util.find_spec(recipe.stem)

@@ -23,7 +23,6 @@ from tests.support.recipe_runs import (
 from tests.support.run_logs import events_in
 from torchtune_adaptive.errors import InputError
 
-LIMIT = "64MiB"
 GROWING = {"_component_": "torchtune_adaptive.schedule.linear", "increment": 2}
 
 
@@ -59,7 +58,7 @@ def two_ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 def test_a_search_restores_all_state_and_training_equals_a_run_with_that_size(two_ranks: list[dict[str, Any]]) -> None:
     """Also with gradients that micro-steps accumulate."""
-    _check_search([rank["full"] for rank in two_ranks], timed=None)
+    check_search([rank["full"] for rank in two_ranks], strategies=STRATEGIES[:1])
 
 
 def _timed_search(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
@@ -68,12 +67,9 @@ def _timed_search(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]
 
 @pytest.mark.exhaustive
 def test_a_search_that_times_steps_of_several_sizes_restores_all_state_too(tiny_dir: Path, tmp_path: Path) -> None:
-    _check_search(run_on_ranks(_timed_search, 2, shallow_assets(tiny_dir), tmp_path), timed=[6, 3, 1])
-
-
-def _check_search(ranks: list[dict[str, Any]], *, timed: list[int] | None) -> None:
+    ranks = run_on_ranks(_timed_search, 2, shallow_assets(tiny_dir), tmp_path)
     check_search(ranks, strategies=STRATEGIES[:1])
-    assert [rank["timed"] for rank in ranks] == [timed] * 2
+    assert [rank["timed"] for rank in ranks] == [[6, 3, 1]] * 2
 
 
 def test_growth_sets_sizes_and_steps_per_epoch(two_ranks: list[dict[str, Any]]) -> None:

@@ -80,14 +80,6 @@ def test_a_value_that_one_node_refuses_ends_both_with_one_sentence_each(
 
 
 @pytest.mark.exhaustive
-def test_configs_that_differ_are_refused_on_both_nodes(tiny_dir: Path, tmp_path: Path) -> None:
-    with two_nodes(tiny_dir, tmp_path, [{"optimizer.lr": 0.001}, {"optimizer.lr": 0.5}]) as runs:
-        assert ends(runs) == [1, 1]
-    assert [len(said(run)) for run in runs] == [1, 1]
-    assert all(said(run)[0].startswith("`optimizer.lr` must be the same on all ranks") for run in runs)
-
-
-@pytest.mark.exhaustive
 def test_nodes_search_and_train_together_with_the_lowest_memory_limit(tiny_dir: Path, tmp_path: Path) -> None:
     search: dict[str, object] = {"use_maximum_batch_size": True}
     with two_nodes(tiny_dir, tmp_path / "two", [search | MIB128, search | MIB64], ranks=2) as runs:
@@ -175,22 +167,6 @@ def test_ranks_that_do_not_end_after_the_loss_of_the_rendezvous_are_killed_30_s_
 
 
 @pytest.mark.exhaustive
-def test_during_the_set_up_a_launcher_without_a_rendezvous_ends_its_ranks_at_once(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    with two_nodes(tiny_dir, tmp_path, [{}, {}]) as runs:
-        for run in runs:
-            assert run.wait_until(lambda run=run: len(run.processes) == 2)
-        runs[0].send(signal.SIGKILL)
-        started = time.monotonic()
-        assert runs[1].wait() == 1
-        assert time.monotonic() - started < 29.0
-    assert [run.step for run in runs] == [0, 0]
-    assert said(runs[1]) == []
-    assert "RendezvousConnectionError" in runs[1].output
-
-
-@pytest.mark.exhaustive
 def test_when_a_node_stands_still_the_other_says_so_and_torchrun_ends_ranks_that_wait_for_it(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
@@ -205,31 +181,6 @@ def test_when_a_node_stands_still_the_other_says_so_and_torchrun_ends_ranks_that
         assert runs[0].wait() == 1
         assert time.monotonic() - started < QUICKLY_S
     assert len(said(runs[0])) == 1
-
-
-@pytest.mark.exhaustive
-def test_when_one_of_several_ranks_of_a_node_is_killed_both_nodes_say_which_node_it_was(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    with two_nodes(tiny_dir, tmp_path, [{}, {}], ranks=2, holds=[2]) as runs:
-        runs[0].wait_for_step(2)
-        *_, rank = runs[1].processes
-        rank.send(signal.SIGKILL)
-        runs[0].release(2)
-        assert ends(runs) == [1, 1]
-    sentence = f"node 1 ({socket.gethostname()}) has lost a process; its own output says why."
-    assert [said(run) for run in runs] == [[sentence], [sentence]]
-
-
-@pytest.mark.exhaustive
-def test_nodes_without_a_shared_folder_are_refused_if_they_are_to_save_steps(tiny_dir: Path, tmp_path: Path) -> None:
-    each: list[dict[str, object]] = [
-        {"adaptive.save_every_n_steps": 1, "output_dir": str(tmp_path / name)} for name in ("here", "there")
-    ]
-    with two_nodes(tiny_dir, tmp_path, each) as runs:
-        assert ends(runs) == [1, 1]
-    assert [len(said(run)) for run in runs] == [1, 1]
-    assert all(said(run)[0].startswith("`adaptive.save_every_n_steps` must be null") for run in runs)
 
 
 @pytest.mark.exhaustive

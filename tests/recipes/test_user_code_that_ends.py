@@ -22,12 +22,9 @@ PLACES = {
     "samples": ("dataset._component_=ending_code.Samples", GENERAL),
     "data set": ("dataset._component_=ending_code.samples", CREATED.format("dataset")),
     "data set's module": ("dataset._component_=ends_on_import.Samples", GENERAL),
-    "collate function": ("collate_fn=ending_code.collate", GENERAL),
     "tokenizer": ("tokenizer._component_=ending_code.Tokenizer", ""),
     "loss": ("loss._component_=ending_code.CEWithChunkedOutputLoss", GENERAL),
     "metric logger": ("metric_logger._component_=ending_code.Logger", GENERAL),
-    "metric logger's close": ("metric_logger._component_=ending_code.ClosingLogger", GENERAL),
-    "growth": ("batch_increase_function=ending_code.grow", f"{GROWTH}ending_code.grow failed at epoch 0 with "),
     "growth, later": ("batch_increase_function=ending_code.grow_later", f"{GROWTH}ending_code.grow_later failed at "),
     "growth's module": (
         "batch_increase_function=ends_on_import.grow",
@@ -37,7 +34,6 @@ PLACES = {
         "batch_increase_function._component_=ending_code.Growth",
         f"{GROWTH}cannot be created by 'ending_code.Growth' with ",
     ),
-    "growth's state": ("batch_increase_function._component_=ending_code.StatefulGrowth", GENERAL),
 }
 
 
