@@ -60,16 +60,11 @@ class Helped(NamedTuple):
 
 
 def helped(
-    cfg: DictConfig,
-    step_for: Callable[[Asked], TracedStep] = as_a_model_would,
-    *,
-    world_size: int = 1,
-    seq_len: int = 4096,
-    memory_bytes: int = 80 * GIB,
+    cfg: DictConfig, step_for: Callable[[Asked], TracedStep] = as_a_model_would, *, seq_len: int = 4096
 ) -> Helped:
     tracer = FakeTracer(step_for)
-    card = Card(name="a card", memory_bytes=memory_bytes)
-    launch = ConfigLaunch(title="any", cfg=cfg, world_size=world_size, card=card, seq_lens=(64, seq_len))
+    card = Card(name="a card", memory_bytes=80 * GIB)
+    launch = ConfigLaunch(title="any", cfg=cfg, world_size=1, card=card, seq_lens=(64, seq_len))
     planned = launch.plan(tracer)
     tracer.asked.clear()
     return Helped(list(ways_to_fit(launch, planned, tracer)), tracer.asked)
@@ -137,14 +132,6 @@ def test_of_more_ranks_the_first_number_that_fits_is_planned(held_gib: int, row_
     assert all(way.fits for way in result.found if way.change.endswith(" ranks"))
 
 
-def test_more_ranks_are_tried_until_they_fit_if_they_shorten_less_than_their_share() -> None:
-    def unevenly(asked: Asked) -> TracedStep:
-        held = {1: 100, 2: 75, 4: 72}.get(asked.world_size, 10)
-        return step_of(rows_of(asked.seq_lens[-1], held_bytes=held * GIB, bytes_per_row=10 * GIB))
-
-    assert ranks_asked(helped(full_cfg(), unevenly, seq_len=512)) == [2, 4, 8]
-
-
 @pytest.mark.parametrize(
     ("gib_per_row_of_512", "seq_len", "tried"),
     [
@@ -179,15 +166,20 @@ def test_a_change_that_cannot_be_planned_has_the_reason_and_the_others_are_plann
     assert [result.found[0], *result.found[2:]] == [usual.found[0], *usual.found[2:]]
 
 
-def test_more_ranks_are_not_tried_where_one_number_of_them_is_refused() -> None:
-    def on_one_rank(asked: Asked) -> TracedStep:
-        if asked.world_size > 1:
-            raise InputError("too many.")
-        return step_of(rows_of(asked.seq_lens[-1], held_bytes=100 * GIB, bytes_per_row=GIB))
+def test_more_ranks_are_tried_until_they_fit_or_one_number_of_them_is_refused() -> None:
+    def unevenly(asked: Asked) -> TracedStep:
+        held = {1: 100, 2: 75, 4: 72}.get(asked.world_size, 10)
+        return step_of(rows_of(asked.seq_lens[-1], held_bytes=held * GIB, bytes_per_row=10 * GIB))
 
-    result = helped(full_cfg(), on_one_rank, seq_len=512)
-    assert ranks_asked(result) == [2]
-    assert result.found[-1] == PlannedChange("2 ranks", None, "too many.")
+    def on_up_to_two_ranks(asked: Asked) -> TracedStep:
+        if asked.world_size > 2:
+            raise InputError("too many.")
+        return unevenly(asked)
+
+    assert ranks_asked(helped(full_cfg(), unevenly, seq_len=512)) == [2, 4, 8]
+    result = helped(full_cfg(), on_up_to_two_ranks, seq_len=512)
+    assert ranks_asked(result) == [2, 4]
+    assert result.found[-1] == PlannedChange("4 ranks", None, "too many.")
 
 
 CHECKPOINTING = "enable_activation_checkpointing=True"
