@@ -8,18 +8,16 @@ import torch
 from omegaconf import DictConfig
 from torch.utils._pytree import tree_leaves
 
+from tests.plan.test_plan_methods import SIZES, probes_of
 from tests.support import images
 from tests.support.ranks import run_alone, run_on_ranks
-from tests.support.recipe_runs import adaptive_recipe, metered_loop, set_up, tiny_config, without_saving
-from torchtune_adaptive.engine.search.probe import Prober
+from tests.support.recipe_runs import adaptive_recipe, set_up, tiny_config, without_saving
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.plan.replay import exact
 from torchtune_adaptive.plan.trace.config_steps import steps_of, trace_config
 from torchtune_adaptive.plan.trace.step_events import TracedStep
-from torchtune_adaptive.training.sizes import probe_batch
 
 SEQ_LEN, IMAGES = 40, 2
-SIZES = (1, 2, 5)
 RARE = [("full", 2), ("full_single", 1), ("lora", 2)]
 CASES = [
     ("lora_single", 1),
@@ -40,20 +38,13 @@ def _config(kind: str, places: tuple[Path, Path], **overrides: Any) -> DictConfi
 
 
 def _probes(_: int, kind: str, places: tuple[Path, Path]) -> tuple[list[Probe], int]:
-    """Real steps of the recipe at ``SIZES``, metered exactly, and the bytes of their row. A collective."""
+    """The probes of the recipe, and the bytes of their row. A collective."""
     recipe: Any = set_up(without_saving(adaptive_recipe(kind)), _config(kind, places))
-    loop = metered_loop(recipe)
-    meter = loop.meter_for_probes()
     row = recipe.row_format().worst_case(
         recipe.trainer.loader.dataset, seq_len=SEQ_LEN, tokenizer_max_seq_len=None, consensus=recipe._consensus
     )
-    prober = Prober(loop, lambda rows: probe_batch(row, rows, micro_steps=2), meter=meter, forecasts=False)
-    with meter.exactly(), loop.restored() as restore_optimizers:
-        prober.warm_up(2, after_failure=restore_optimizers)
-        for size in SIZES:
-            prober.fits(size)
     storages = {one.untyped_storage() for one in tree_leaves(row) if isinstance(one, torch.Tensor)}
-    return prober.probes, sum(storage.nbytes() for storage in storages)
+    return probes_of(recipe, row), sum(storage.nbytes() for storage in storages)
 
 
 def _plan(kind: str, ranks: int, places: tuple[Path, Path]) -> TracedStep:

@@ -60,18 +60,21 @@ def _config(kind: str, tiny_dir: Path, **overrides: Any) -> DictConfig:
     return tiny_config(kind, tiny_dir, tiny_dir.with_name("planned"), **common | overrides)
 
 
-def _probes(kind: str, tiny_dir: Path) -> list[Probe]:
-    """Real steps of the recipe at ``SIZES``, metered exactly. A collective."""
-    recipe: Any = set_up(without_saving(adaptive_recipe(kind.removesuffix(TP))), _config(kind, tiny_dir))
+def probes_of(recipe: Any, row: Any) -> list[Probe]:
+    """Real steps of the recipe with ``SIZES`` times ``row``, metered exactly. A collective."""
     loop = metered_loop(recipe)
     meter = loop.meter_for_probes()
-    row = recipe.row_format().stretched(recipe.trainer.loader.dataset[0], SEQ_LEN)
     prober = Prober(loop, lambda rows: probe_batch(row, rows, micro_steps=2), meter=meter, forecasts=False)
     with meter.exactly(), loop.restored() as restore_optimizers:
         prober.warm_up(2, after_failure=restore_optimizers)
         for size in SIZES:
             prober.fits(size)
     return prober.probes
+
+
+def _probes(kind: str, tiny_dir: Path) -> list[Probe]:
+    recipe: Any = set_up(without_saving(adaptive_recipe(kind.removesuffix(TP))), _config(kind, tiny_dir))
+    return probes_of(recipe, recipe.row_format().stretched(recipe.trainer.loader.dataset[0], SEQ_LEN))
 
 
 def _probes_of_all(_: int, kinds: list[str], tiny_dir: Path) -> dict[str, list[Probe]]:

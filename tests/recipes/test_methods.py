@@ -18,6 +18,8 @@ ELSEWHERE = (
 )
 KINDS = [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ELSEWHERE else kind for kind in RECIPES]
 MEANS = ("rewards/", "log_probs/", "logits/")  # the stock recipe takes means of means
+# Many stock configs name optimizers of bitsandbytes.
+EIGHT_BIT = {"optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 1e-2}}
 
 
 def _own_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
@@ -26,8 +28,8 @@ def _own_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     return {"parity": trials.parity(2), "search": trials.search(STRATEGIES[:1]), "cuts": trials.cuts()}
 
 
-def _exhaustive_trials(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    trials = Trials(kind, tiny_dir, output_dir)
+def _exhaustive_trials(kind: str, tiny_dir: Path, output_dir: Path, more: dict[str, Any]) -> dict[str, Any]:
+    trials = Trials(kind, tiny_dir, output_dir, **more)
     return {
         "parity": trials.parity(1),
         "search": trials.search(),
@@ -42,9 +44,9 @@ def _on_rank(rank: int, trials: Any, *arguments: Any) -> Any:
     return trials(*arguments)
 
 
-def _run(trials: Any, kind: str, tiny_dir: Path, output_dir: Path, *, timeout_s: float = 600.0) -> list[Any]:
+def _run(trials: Any, kind: str, tiny_dir: Path, output_dir: Path, *more: Any, timeout_s: float = 600.0) -> list[Any]:
     """The trials' outcomes by rank."""
-    arguments = kind, shallow_assets(tiny_dir), output_dir
+    arguments = kind, shallow_assets(tiny_dir), output_dir, *more
     if kind.endswith("_single"):
         return [run_alone(trials, *arguments, timeout_s=timeout_s)]
     return run_on_ranks(_on_rank, 2, trials, *arguments, timeout_s=timeout_s)
@@ -153,10 +155,20 @@ def test_search_and_growth_in_backward(kind: str, tiny_dir: Path, tmp_path: Path
     assert ranks[0]["growth"] == [2, 4, 6]
 
 
+def _eight_bit_recovery(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    return Trials(kind, tiny_dir, output_dir, **EIGHT_BIT).recovery(points=1)
+
+
+def test_a_step_with_an_8_bit_optimizer_recovers(tiny_dir: Path, tmp_path: Path) -> None:
+    check_recovery(_run(_eight_bit_recovery, "full_single", tiny_dir, tmp_path))
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", RECIPES)
-def test_every_strategy_and_every_seventh_operation(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
-    ranks = _run(_exhaustive_trials, kind, tiny_dir, tmp_path, timeout_s=7200)
+@pytest.mark.parametrize(("kind", "more"), [*((kind, {}) for kind in RECIPES), ("full_single", EIGHT_BIT)])
+def test_every_strategy_and_every_seventh_operation(
+    kind: str, more: dict[str, Any], tiny_dir: Path, tmp_path: Path
+) -> None:
+    ranks = _run(_exhaustive_trials, kind, tiny_dir, tmp_path, more, timeout_s=7200)
     check_parity(kind, [rank["parity"] for rank in ranks], accumulation=1)
     check_search([rank["search"] for rank in ranks], strategies=STRATEGIES)
     assert ranks[0]["growth"] == [2, 4, 6]
