@@ -176,39 +176,30 @@ def test_frozen_weights_are_parameters_and_only_trained_ones_have_gradients_and_
 
 
 class Keeping:
-    """Functions of a loop that keeps moving averages of the model's parameters."""
+    """Functions of a loop that keeps moving averages of the model's parameters, which are made at a ``place`` in it."""
 
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._tensors: list[torch.Tensor] = []
+        self._make("before", build_model())
+
+    def _make(self, place: str, model: nn.Module) -> None:
+        if place == self._place:
+            self._tensors = [one.detach().clone() for one in model.parameters()]
 
     def build_model(self) -> nn.Module:
+        self._make("build_model", build_model())
         return build_model()
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self._make("build_optimizer", model)
         return build_optimizer(model)
 
     def train_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
         train_step(model, optimizer, batch)
         with torch.no_grad():
-            for kept, parameter in zip(self.tensors, model.parameters(), strict=True):
+            for kept, parameter in zip(self._tensors, model.parameters(), strict=True):
                 kept.lerp_(parameter, 0.1)
-
-
-class CopyOfTheOptimizer(Keeping):
-    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        self.tensors = [one.detach().clone() for one in model.parameters()]
-        return build_optimizer(model)
-
-
-class RealModel(Keeping):
-    def __init__(self) -> None:
-        self.tensors = [one.detach() for one in build_model().parameters()]
-
-
-class MetaModel(Keeping):
-    def build_model(self) -> nn.Module:
-        self.tensors = [one.detach() for one in build_model().parameters()]
-        return build_model()
 
 
 class TwoOptimizers(Keeping):
@@ -220,11 +211,14 @@ class TwoOptimizers(Keeping):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", [CopyOfTheOptimizer, RealModel, MetaModel, TwoOptimizers])
-def test_tensors_beside_the_model_and_the_optimizer_are_counted(kind: type[Keeping]):
+@pytest.mark.parametrize(
+    "loop",
+    [*map(Keeping, ("before", "build_model", "build_optimizer")), TwoOptimizers("")],
+    ids=["real tensors", "of another model", "of the model", "two optimizers"],
+)
+def test_tensors_beside_the_model_and_the_optimizer_are_counted(loop: Keeping):
     usual = traced(like_cuda=False)
     assert "other tensors" not in exact(usual.step.at(2)).kinds()
-    loop = kind()
     kept = trace_loop(loop.build_model, loop.build_optimizer, loop.train_step, make_batch, like_cuda=False)
     num_bytes = 4 * usual.num_parameters
     for num_samples in (1, 2, 50):
