@@ -251,6 +251,16 @@ def test_numbers_that_no_launcher_sets_are_refused(
     assert launched.started == 0
 
 
+def test_a_working_directory_that_was_deleted_is_refused(
+    monkeypatch: pytest.MonkeyPatch, launched: Launched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    tmp_path.rmdir()
+    assert launched.status() == 1
+    assert capsys.readouterr().err == f"recipe: The working directory '{tmp_path}' has been deleted.\n"
+
+
 @pytest.mark.parametrize("on_several_ranks", [True, False])
 def test_without_a_launcher_what_an_earlier_one_has_left_is_no_rank(
     on_several_ranks: bool, launched: Launched, monkeypatch: pytest.MonkeyPatch
@@ -367,6 +377,15 @@ def test_ranks_clean_up_together_only_where_all_of_them_end_at_the_same_step(
     with pytest.raises(type(error)):
         launch.run_recipe(recipe, DictConfig({"device": "cpu"}))
     assert ("cleanup" in recipe.done) == ends_together
+
+
+def test_a_device_that_is_missing_is_refused_before_anything_starts(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(InputError, match="`device`"):
+        launch.run_recipe(recipe, DictConfig({"device": "cuda"}))
+    assert recipe.done == []
 
 
 def test_a_refusal_in_a_run_names_our_keys_as_the_config_does(recipe: Any) -> None:
