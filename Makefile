@@ -48,7 +48,6 @@ bench: $(STAMP) $(PEERS_STAMP) $(INTEGRATIONS_STAMP)
 	.venv/bin/python -m benchmarks.plan_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_memory
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.recovery_cost
-	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.tokens --cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.checkpoints
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.crashes
 	OMP_NUM_THREADS=1 .venv-peers/bin/python -m benchmarks.search
