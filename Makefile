@@ -1,6 +1,5 @@
 PYTHON ?= python3
 STAMP := .venv/stamp
-PEERS_STAMP := .venv-peers/stamp
 INTEGRATIONS_STAMP := .venv-integrations/stamp
 TORCHTITAN_STAMP := .venv-torchtitan/stamp
 SIMULATED_TORCH := 2.13.0
@@ -38,7 +37,7 @@ reference: $(STAMP)
 pictures: $(STAMP)
 	$(IN_VENV) scripts/pictures
 
-bench: $(STAMP) $(PEERS_STAMP) $(INTEGRATIONS_STAMP)
+bench: $(STAMP) $(INTEGRATIONS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.search_accuracy
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.loop
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.forecast_accuracy
@@ -50,7 +49,6 @@ bench: $(STAMP) $(PEERS_STAMP) $(INTEGRATIONS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.recovery_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.checkpoints
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.crashes
-	OMP_NUM_THREADS=1 .venv-peers/bin/python -m benchmarks.search
 
 # For one CUDA device; without one a rehearsal of every part on the CPU.
 gpu: $(STAMP)
@@ -88,7 +86,7 @@ format: $(STAMP)
 	.venv/bin/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-peers .venv-integrations .venv-torchtitan demo_output site build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-integrations .venv-torchtitan demo_output site build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The bounds on torch pick a build for CPUs where one is at hand.
@@ -98,11 +96,6 @@ $(STAMP): pyproject.toml
 	.venv/bin/python -m pip install '$(TORCH)' -e '.[torchtune,plot]' --group dev
 	.venv/bin/python -m pip install --no-deps --upgrade --target .venv/torchvision "torchvision==$$(.venv/bin/python -c \
 		'import torch; print("0.%d.*" % (int(torch.__version__.split(".")[1]) + 15))')" # why apart: tests/support/images.py
-	touch $@
-
-$(PEERS_STAMP): pyproject.toml benchmarks/peers.txt
-	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install '$(TORCH)' -e '.[torchtune]' -r benchmarks/peers.txt
 	touch $@
 
 # Without torchtune and torchao, beside which peft refuses LoRA.
@@ -116,7 +109,7 @@ $(TORCHTITAN_STAMP): pyproject.toml tests/integrations/requirements_torchtitan.t
 	.venv-torchtitan/bin/python -m pip install '$(TORCH)' -e . -r tests/integrations/requirements_torchtitan.txt
 	touch $@
 
-# Tests, the parts of `make gpu` as far as they can run without a GPU, and the search against its peers.
+# Tests, the parts of `make gpu` as far as they can run without a GPU, and plans against what torch reserves.
 simulated-gpu: $(STAMP) $(SIMULATED_STAMP) $(TORCHTITAN_STAMP)
 	PATH="$(CURDIR)/.venv-simulated-gpu/bin:$$PATH" scripts/test-simulated-gpu
 	OMP_NUM_THREADS=1 TEST_DEVICE=cuda SIMULATED_GPUS=2 SIMULATED_VALUES=1 SIMULATED_NCCL_TIMEOUT_S=30 \
@@ -124,13 +117,12 @@ simulated-gpu: $(STAMP) $(SIMULATED_STAMP) $(TORCHTITAN_STAMP)
 		-m integrations tests/integrations/test_torchtitan_allocation_failures.py
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu \
 		--parts sizes,recovery,thrashing,tokens,strategies
-	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.search
 	.venv-simulated-gpu/bin/python -m benchmarks.plan_accuracy --output benchmarks/results/plan_accuracy_simulated.md
 	.venv-simulated-gpu/bin/python -m benchmarks.trainer_accuracy \
 		--output benchmarks/results/trainer_accuracy_simulated.md
 
 # torch as it is for CUDA, with stand-ins for CUDA itself: see tests/simulated_gpu/README.md.
-$(SIMULATED_STAMP): pyproject.toml benchmarks/peers.txt tests/integrations/requirements.txt $(wildcard tests/simulated_gpu/*.*)
+$(SIMULATED_STAMP): pyproject.toml tests/integrations/requirements.txt $(wildcard tests/simulated_gpu/*.*)
 	rm -f .venv-simulated-gpu/stamp-*
 	$(PYTHON) -m venv .venv-simulated-gpu
 	.venv-simulated-gpu/bin/python -m pip install 'pip>=25.1'
@@ -138,7 +130,7 @@ $(SIMULATED_STAMP): pyproject.toml benchmarks/peers.txt tests/integrations/requi
 	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/headers \
 		nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88
 	.venv-simulated-gpu/bin/python -m tests.simulated_gpu.install .venv-simulated-gpu/headers/nvidia/cu13/include
-	.venv-simulated-gpu/bin/python -m pip install -e '.[torchtune]' --group dev -r benchmarks/peers.txt -r tests/integrations/requirements.txt
+	.venv-simulated-gpu/bin/python -m pip install -e '.[torchtune]' --group dev -r tests/integrations/requirements.txt
 	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/torchvision torchvision==0.28.0
 	mkdir -p .venv-simulated-gpu/torch_alone # for the environment of torchtitan, beside which torchao must not be
 	cd .venv-simulated-gpu/torch_alone && for name in torch torchgen functorch simulated_gpu_values \

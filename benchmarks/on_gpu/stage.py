@@ -17,16 +17,6 @@ _GIB, _MIB = 2**30, 2**20
 _CARDS_BYTES = (24 * _GIB, 40 * _GIB, 80 * _GIB)
 
 
-def is_simulated(device: torch.device) -> bool:
-    """Whether ``device`` is a GPU that computes nothing."""
-    return device.type == "cuda" and torch.cuda.get_device_name(device) == SIMULATED
-
-
-def has_values(device: torch.device) -> bool:
-    """Whether the values of large tensors on ``device`` are computed."""
-    return not is_simulated(device) or os.environ.get("SIMULATED_VALUES") == "1"
-
-
 def compute_alike() -> None:
     """Have the same operations give the same bits each time. Attention's gradients on a GPU do not by default."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -78,12 +68,12 @@ class Stage:
     @property
     def is_simulated(self) -> bool:
         """Whether the GPU computes nothing, so that times mean nothing."""
-        return is_simulated(self.device)
+        return self.device.type == "cuda" and torch.cuda.get_device_name(self.device) == SIMULATED
 
     @property
     def has_values(self) -> bool:
         """Whether losses and parameters are computed."""
-        return has_values(self.device)
+        return not self.is_simulated or os.environ.get("SIMULATED_VALUES") == "1"
 
     @property
     def seconds_left(self) -> float:

@@ -1,7 +1,7 @@
 """The three strategies, and two of the RFC's sketches, on one model under one limit of a real allocator."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from benchmarks.live import loop_of, probe_maker, search_again
 from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
-from benchmarks.peers.rfc import bisect, by_difference, is_out_of_memory
 from torchtune_adaptive.engine.loop import Loop
+from torchtune_adaptive.engine.memory.out_of_memory import comes_from_out_of_memory
 from torchtune_adaptive.settings import STRATEGIES
 
 _MOST_ROWS = 1024
@@ -63,14 +63,28 @@ def _bisection(recipe: Any, loop: Loop) -> Answer:
     def is_oom(rows: int) -> bool:
         nonlocal steps, ooms
         with meter:
-            failed = is_out_of_memory(loop.step, make_batch(rows))
+            failed = _is_out_of_memory(loop.step, make_batch(rows))
         loop.clean_up()
         steps, ooms = steps + (not failed), ooms + failed
         return failed
 
     with meter.exactly(), loop.restored():
         meter.limit_bytes = recipe.trainer.sizes.result.usable_bytes
-        return bisect(is_oom, most=_MOST_ROWS), steps, ooms
+        least, most = 0, _MOST_ROWS
+        while least <= most:
+            middle = (least + most) // 2
+            least, most = (least, middle - 1) if is_oom(middle) else (middle + 1, most)
+        return most, steps, ooms
+
+
+def _is_out_of_memory(run: Callable[..., object], *args: Any) -> bool:
+    try:
+        run(*args)
+    except Exception as error:
+        if not comes_from_out_of_memory(error):
+            raise
+        return True
+    return False
 
 
 def _difference(recipe: Any, loop: Loop) -> Answer:
@@ -88,4 +102,5 @@ def _difference(recipe: Any, loop: Loop) -> Answer:
         del logits
         return allocated
 
-    return by_difference(allocated_bytes, total_bytes=recipe.trainer.sizes.result.usable_bytes), 0, 0
+    of_a_row = allocated_bytes(2) - allocated_bytes(1)
+    return recipe.trainer.sizes.result.usable_bytes // of_a_row, 0, 0
