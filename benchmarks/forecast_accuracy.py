@@ -1,12 +1,10 @@
-"""Is the memory forecast from fake tensors right, and what do the searches cost that it can replace?
+"""Is the memory forecast from fake tensors right?
 
     python -m benchmarks.forecast_accuracy [--seed SEED] [--cases CASES]
 
-Draws models, ranks and options at random. For each case the plan's tracer forecasts a step's memory; then the
-real recipe on gloo ranks takes whole steps of 1, 2, 3, ... rows under a memory limit until one does not fit, and
-each strategy searches under the same limit. The limit lies where a drawn number of rows just fits, or anywhere
-between that and one row more. Prints a table and writes it to ``results/forecast_accuracy_cpu.md``; the exit
-status is not 0 if a forecast missed its aim.
+Draws models, ranks and options at random. For each case the plan's tracer forecasts a step's memory; then the real
+recipe on gloo ranks takes whole steps of 1, 2, 3, ... rows. Prints a table and writes it to
+``results/forecast_accuracy_cpu.md``; the exit status is not 0 if a forecast missed its aim.
 """
 
 import argparse
@@ -19,7 +17,6 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,26 +27,19 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 from tqdm import tqdm
 
-from benchmarks.live import live_recipe, loop_of, real_steps, search_again
+from benchmarks.live import live_recipe, loop_of, real_steps
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from tests.support.ranks import run_on_ranks
 from tests.support.recipe_runs import tiny_config
-from torchtune_adaptive.engine.loop import Loop
-from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES, Probe, SearchResult, usable_bytes
+from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.decide import BatchSizes, Device
-from torchtune_adaptive.plan.gpu import Overhead
 from torchtune_adaptive.plan.replay import StepMemory, exact
-from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
+from torchtune_adaptive.plan.trace.step_events import TracedStep
 from torchtune_adaptive.plan.trace.tracer import Tracer
-from torchtune_adaptive.settings import STRATEGIES, Strategy
 from torchtune_adaptive.tiny import MODEL_GEOMETRY, make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "forecast_accuracy_cpu.md"
-AIMED_ERROR = 1e-3  # as a fraction of the metered peak, at the largest size that fits
-MARGIN = 0.05
-MOST_ROWS, START_ROWS = 64, 4  # no search looks above the first; a binary search begins at the second
 DRAWN_ROWS, DRAWN_LAYERS = 40, (2, 14)
 DRAWN_TOKENS = (4, 16), (16, 80)
 FEW_ROWS, FEW_LAYERS = 8, (2, 10)  # with more than ``FEW_RANKS`` ranks, which share the cores
@@ -58,7 +48,6 @@ FAMILIES = ("llama2", "qwen2", "gemma", "llama3", "llama3_2", "mistral", "phi3",
 TIED = ("gemma", "gemma2", "llama3_2")  # always; qwen2's embeddings may be
 OWN_HEAD_DIM = ("gemma", "gemma2")
 DRAWN_WORLD_SIZES = (2, 1, 2, 4)
-LIMITS = ("just fits", "a byte short of one row more", "between")
 OPTIMIZERS: tuple[dict[str, Any], ...] = (
     {"_component_": "torch.optim.AdamW", "fused": True},
     {"_component_": "torch.optim.AdamW", "foreach": True},
@@ -74,13 +63,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe's options, with dotted keys, and where its limit lies.
-
-    Attributes:
-        rows: the rows that fit under the limit, unless one more row needs no more memory.
-        limit: one of ``LIMITS``.
-        place: between 0 and 1, where a limit lies that is "between".
-    """
+    """A recipe's options, with dotted keys; steps of up to ``rows`` rows are taken."""
 
     number: int
     kind: str
@@ -88,8 +71,6 @@ class Case:
     seq_len: int
     options: dict[str, Any]
     rows: int
-    limit: str = LIMITS[0]
-    place: float = 0.0
 
     @property
     def name(self) -> str:
@@ -160,8 +141,6 @@ def _draw_case(number: int, dice: random.Random) -> Case:
         seq_len=seq_len,
         options=options,
         rows=round(math.exp(dice.uniform(0, math.log(most_rows)))),
-        limit=dice.choice(LIMITS),
-        place=dice.random(),
     )
 
 
@@ -211,79 +190,21 @@ def write_checkpoint(cfg: DictConfig) -> None:
         torch.save(config.instantiate(OmegaConf.create(base)).state_dict(), directory / "model.pt")
 
 
-@dataclass(frozen=True)
-class Truth:
-    """What one rank measured of a case, in real steps.
-
-    Attributes:
-        limit_bytes: the limit of each rank; the margin is not taken off.
-        probes: of 1, 2, 3, ... rows under the limit; the last does not fit, unless all up to ``MOST_ROWS`` do.
-        above: the probe of one row more than was drawn, without any limit.
-        searches: by strategy.
-    """
-
-    limit_bytes: int
-    probes: tuple[Probe, ...]
-    above: Probe
-    searches: dict[str, SearchResult]
-
-    @property
-    def largest(self) -> int:
-        """Rows of the largest step that fits on every rank."""
-        return max((probe.batch_size for probe in self.probes if probe.fits), default=0)
-
-    @property
-    def complete(self) -> list[Probe]:
-        """The steps that ran to their end."""
-        return [*(probe for probe in self.probes if probe.fits), self.above]
-
-
-def measure(rank: int, cases: list[Case], tiny_dir: Path, directory: Path) -> list[Truth]:
-    """Real steps of every case. A collective of as many ranks as the cases are for."""
+def measure(rank: int, cases: list[Case], tiny_dir: Path, directory: Path) -> list[list[Probe]]:
+    """Whole steps of every case. A collective of as many ranks as the cases are for."""
     logging.disable(logging.WARNING)
-    return [_truth(case, tiny_dir, directory) for case in cases]
+    return [_probes(case, tiny_dir, directory) for case in cases]
 
 
-def step_probes(recipe: Any, loop: Loop, sizes: Iterable[int], *, limit_bytes: int | None) -> list[Probe]:
-    """Whole steps of ``sizes`` rows under ``limit_bytes``, up to the first that does not fit. A collective."""
-    with real_steps(recipe, loop, limit_bytes=limit_bytes) as prober:
-        all(prober.fits(size) for size in sizes)
-    return prober.probes
-
-
-def limit_for(wanted_bytes: int) -> int:
-    """The smallest limit of which ``wanted_bytes`` may be used."""
-    limit_bytes = int(wanted_bytes / (1 - MARGIN)) - 2
-    while usable_bytes(limit_bytes, MARGIN) < wanted_bytes:
-        limit_bytes += 1
-    return limit_bytes
-
-
-def _truth(case: Case, tiny_dir: Path, directory: Path) -> Truth:
+def _probes(case: Case, tiny_dir: Path, directory: Path) -> list[Probe]:
     recipe = live_recipe(config_of(case, tiny_dir, directory))
-    loop = loop_of(recipe)
-    limit_bytes, above = _limit(recipe, loop, case)
-    sizes = range(1, MOST_ROWS + 1)
-    probes = step_probes(recipe, loop, sizes, limit_bytes=usable_bytes(limit_bytes, MARGIN))
-    searches = {strategy: searched(recipe, loop, strategy, limit_bytes) for strategy in STRATEGIES}
+    with real_steps(recipe, loop_of(recipe), limit_bytes=None) as prober:
+        for size in range(1, case.rows + 1):
+            prober.fits(size)
     recipe.consensus.close()
-    del recipe, loop
+    del recipe
     gc.collect()
-    return Truth(limit_bytes, tuple(probes), above, searches)
-
-
-def _limit(recipe: Any, loop: Loop, case: Case) -> tuple[int, Probe]:
-    """The case's limit, by real steps without one, and the step of one row more than was drawn. A collective."""
-    below, above = step_probes(recipe, loop, [case.rows, case.rows + 1], limit_bytes=None)
-    fits, needs = (loop.consensus.max_over_ranks(probe.peak_bytes) for probe in (below, above))
-    usable = {LIMITS[0]: fits, LIMITS[1]: max(fits, needs - 1), LIMITS[2]: int(fits + case.place * (needs - fits))}
-    return limit_for(usable[case.limit]), above
-
-
-def searched(recipe: Any, loop: Loop, strategy: Strategy, limit_bytes: int) -> SearchResult:
-    """What the recipe's own search finds. A collective."""
-    options = {"max_batch_size": MOST_ROWS, "power_of_two": False, "margin": MARGIN, "memory_limit_bytes": limit_bytes}
-    return search_again(recipe, loop, wanted_rows=START_ROWS, strategy=strategy, **options)
+    return prober.probes
 
 
 @dataclass(frozen=True)
@@ -292,71 +213,40 @@ class Comparison:
 
     case: Case
     forecast: TracedStep | str
-    truths: list[Truth]
-
-    @property
-    def error_at_largest(self) -> float:
-        """The error of the forecast peak at the largest size that fits, as a fraction of rank 0's metered peak."""
-        largest = self.truths[0].largest
-        return max((abs(error) for size, error in self._errors() if size == largest), default=0.0)
+    ranks: list[list[Probe]]
 
     @property
     def largest_error(self) -> float:
-        """The largest such error over all sizes that ran to their end."""
-        return max(abs(error) for _, error in self._errors())
+        """The largest error of the forecast peak over all sizes, as a fraction of rank 0's metered peak."""
+        return max(abs(self._memory(probe).allocated_bytes / probe.peak_bytes - 1) for probe in self.ranks[0])
 
     @property
     def phase_error_bytes(self) -> float:
         """The largest difference in any phase of any size."""
         return max(
-            abs(self._memory(probe.batch_size).phases.get(phase, math.inf) - peak_bytes)
-            for probe in self.truths[0].complete
+            abs(self._memory(probe).phases.get(phase, math.inf) - peak_bytes)
+            for probe in self.ranks[0]
             for phase, peak_bytes in probe.phase_peak_bytes.items()
             if phase  # no name: before the first phase
         )
-
-    @property
-    def forecast_largest(self) -> int:
-        """The most rows that fit by the forecast."""
-        limit_bytes = usable_bytes(self.truths[0].limit_bytes, MARGIN)
-        device = Device(name="cpu", memory_bytes=limit_bytes, margin=0, overhead=Overhead.none())
-        largest = BatchSizes(self._step, device).largest
-        return MOST_ROWS if largest is None else min(largest, MOST_ROWS)
 
     def misses(self) -> list[str]:
         """The aims that the case missed, in words."""
         if isinstance(self.forecast, str):
             return [self.forecast]
-        first, *peers = self.truths
-        found = [result.exact_batch_size for result in first.searches.values()]
+        first, *others = self.ranks
         above = [
             index
-            for index, peer in enumerate(peers, start=1)
-            if any(
-                theirs.peak_bytes > ours.peak_bytes for ours, theirs in zip(first.complete, peer.complete, strict=True)
-            )
+            for index, other in enumerate(others, start=1)
+            if any(theirs.peak_bytes > ours.peak_bytes for ours, theirs in zip(first, other, strict=True))
         ]
-        found_wrong = {
-            f"peak {self.error_at_largest:.3%} off at the largest size": self.error_at_largest > AIMED_ERROR,
-            f"forecast {self.forecast_largest} rows instead of {first.largest}": self.forecast_largest != first.largest,
-            f"searches found {found} instead of {first.largest}": set(found) != {first.largest},
-            f"ranks {above} were above rank 0": bool(above),
-        }
-        return [text for text, is_so in found_wrong.items() if is_so]
+        missed = [f"peak {self.largest_error:.3%} off"] * (self.largest_error > 0)
+        missed += [f"{self.phase_error_bytes:.0f} bytes off in a phase"] * (self.phase_error_bytes > 0)
+        return missed + [f"ranks {above} were above rank 0"] * bool(above)
 
-    def _errors(self) -> list[tuple[int, float]]:
-        return [
-            (probe.batch_size, self._memory(probe.batch_size).allocated_bytes / probe.peak_bytes - 1)
-            for probe in self.truths[0].complete
-        ]
-
-    def _memory(self, batch_size: int) -> StepMemory:
-        return exact(self._step.at(batch_size))
-
-    @property
-    def _step(self) -> StepEvents:
+    def _memory(self, probe: Probe) -> StepMemory:
         assert isinstance(self.forecast, TracedStep)
-        return self.forecast.lengths[0]
+        return exact(self.forecast.lengths[0].at(probe.batch_size))
 
 
 def compare(cases: list[Case], tiny_dir: Path, directory: Path) -> list[Comparison]:
@@ -367,12 +257,12 @@ def compare(cases: list[Case], tiny_dir: Path, directory: Path) -> list[Comparis
         forecasts = list(tqdm(made, desc="forecasts", unit=" cases", total=len(cases)))
     for cfg in configs:
         write_checkpoint(cfg)
-    truths: dict[int, list[Truth]] = {}
+    probes: dict[int, list[list[Probe]]] = {}
     for world_size in sorted({case.world_size for case in cases}):
         same = [case for case in cases if case.world_size == world_size]
         by_rank = run_on_ranks(measure, world_size, same, tiny_dir, directory, timeout_s=120.0 * len(same))
-        truths |= {case.number: list(seen) for case, seen in zip(same, zip(*by_rank, strict=True), strict=True)}
-    return [Comparison(case, one, truths[case.number]) for case, one in zip(cases, forecasts, strict=True)]
+        probes |= {case.number: list(seen) for case, seen in zip(same, zip(*by_rank, strict=True), strict=True)}
+    return [Comparison(case, one, probes[case.number]) for case, one in zip(cases, forecasts, strict=True)]
 
 
 def forecast(case: Case, cfg: DictConfig) -> TracedStep | str:
@@ -401,72 +291,35 @@ def main() -> None:
 
 
 def _report(compared: list[Comparison], *, seed: int, seconds: float) -> None:
-    header = ["", "case", "ranks", "layers traced", "limit", "may use, bytes", "largest", "forecast", "error there"]
-    header += ["largest error", "in a phase, bytes", *STRATEGIES, "missed"]
+    header = ["", "case", "ranks", "layers traced", "rows", "largest error", "in a phase, bytes", "missed"]
     command = f"OMP_NUM_THREADS=1 python -m benchmarks.forecast_accuracy --seed {seed} --cases {len(compared)}"
+    made = [one for one in compared if isinstance(one.forecast, TracedStep)]
+    exact = sum(one.largest_error == 0 and one.phase_error_bytes == 0 for one in made)
+    sizes = sum(len(one.ranks[0]) for one in made)
+    few = sum(len(one.forecast.traced_layers) > 1 for one in made if isinstance(one.forecast, TracedStep))
     lines = [
         "# Forecast of a step's memory from fake tensors against real steps, CPU",
         "",
         provenance(command, ranks="gloo ranks of 1 thread", seconds=seconds),
         "",
-        "Each case is drawn at random. Its limit lies where a drawn number of rows just fits, a byte short of one row"
-        f" more, or between; margin {MARGIN:g}, no size above {MOST_ROWS} rows. The largest size that fits is by"
-        " whole steps of 1, 2, 3, ... rows until one does not. Errors are of the forecast peak against the metered"
-        " one of rank 0: at the largest size that fits; at any size from 1 to one row more than was drawn; and in any"
-        " phase of these. Of each strategy: size found / probes / those of more than"
-        f" {SMALL_BATCH_SIZES[-1]} rows / out-of-memory errors.",
+        "Each case is drawn at random, and takes whole steps of 1 row, 2 rows and so on. Errors are of the forecast"
+        " peak against the metered one of rank 0, over all sizes, and in any phase of these.",
         "",
-        *(f"- {line}" for line in _summary(compared)),
+        f"{exact} of {len(compared)} forecasts are right to the byte in every phase of every size ({sizes} sizes);"
+        f" {few} of them are from models of fewer layers.",
         "",
         *table(header, map(_row, compared)),
     ]
     publish(lines, RESULTS)
 
 
-def _summary(compared: list[Comparison]) -> list[str]:
-    made = [one for one in compared if isinstance(one.forecast, TracedStep)]
-    few = sum(len(one.forecast.traced_layers) > 1 for one in made if isinstance(one.forecast, TracedStep))
-    exact = sum(one.largest_error == 0 and one.phase_error_bytes == 0 for one in made)
-    maxima = sum(one.forecast_largest == one.truths[0].largest for one in made)
-    sizes = sum(len(one.truths[0].complete) for one in made)
-    lines = [
-        f"{exact} of {len(compared)} forecasts are right to the byte in every phase of every size ({sizes} sizes);"
-        f" the largest error is {max((one.largest_error for one in made), default=math.nan):.3%}, at the largest size"
-        f" that fits {max((one.error_at_largest for one in made), default=math.nan):.3%}",
-        f"{maxima} of {len(compared)} forecasts name the largest size that fits;"
-        f" {few} of the forecasts are from models of fewer layers",
-    ]
-    for strategy in STRATEGIES:
-        results = [one.truths[0].searches[strategy] for one in compared]
-        right = sum(
-            one.truths[0].largest == found.exact_batch_size for one, found in zip(compared, results, strict=True)
-        )
-        counts = [sum(numbers) / len(results) for numbers in zip(*map(_costs, results), strict=True)]
-        probes, full, ooms = (f"{count:.1f}" for count in counts)
-        lines.append(
-            f"`{strategy}` is right in {right} of {len(compared)}, with {probes} probes, {full} of them of more than"
-            f" {SMALL_BATCH_SIZES[-1]} rows, and {ooms} out-of-memory errors on average"
-        )
-    return lines
-
-
 def _row(one: Comparison) -> list[str]:
-    case, first = one.case, one.truths[0]
-    cells = [str(case.number), case.name, str(case.world_size)]
-    searches = [" / ".join(map(str, (result.exact_batch_size, *_costs(result)))) for result in first.searches.values()]
-    limit = [case.limit, str(usable_bytes(first.limit_bytes, MARGIN)), str(first.largest)]
+    cells = [str(one.case.number), one.case.name, str(one.case.world_size)]
     if isinstance(one.forecast, str):
-        return [*cells, "", *limit, "", "", "", "", *searches, *one.misses()]
+        return [*cells, "", str(one.case.rows), "", "", *one.misses()]
     traced = f"{' and '.join(map(str, one.forecast.traced_layers))} of {one.forecast.num_layers}"
-    errors = [f"{one.error_at_largest:.3%}", f"{one.largest_error:.3%}", f"{one.phase_error_bytes:.0f}"]
-    return [*cells, traced, *limit, str(one.forecast_largest), *errors, *searches, "; ".join(one.misses())]
-
-
-def _costs(result: SearchResult) -> tuple[int, int, int]:
-    """Probes, those of more rows than the small ones, and out-of-memory errors of a search."""
-    probes = result.probes
-    full = sum(probe.batch_size > SMALL_BATCH_SIZES[-1] for probe in probes)
-    return len(probes), full, sum(not probe.fits for probe in probes)
+    errors = [f"{one.largest_error:.3%}", f"{one.phase_error_bytes:.0f}"]
+    return [*cells, traced, str(one.case.rows), *errors, "; ".join(one.misses())]
 
 
 if __name__ == "__main__":
