@@ -1,5 +1,6 @@
 """What the benchmarks of plans share: parts in processes of their own, on a simulated GPU, and errors in tables."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -10,6 +11,17 @@ from statistics import median
 from typing import Any
 
 CARD_GIB = 200  # memory of the simulated GPU: all measured steps fit
+
+
+def arguments_of(cases: Iterable[str]) -> argparse.Namespace:
+    """The arguments of a benchmark of plans, and of its processes: a case, a step of it, and where to write."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--cases", default=";".join(cases))
+    parser.add_argument("--case")
+    parser.add_argument("--step")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
 
 
 def in_process(module: str, arguments: Sequence[str], out: Path, *, ranks: int = 1, **environment: str) -> Any:

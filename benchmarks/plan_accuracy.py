@@ -6,7 +6,6 @@ Plans the steps of ``CASES`` and runs them on a GPU, by default a simulated one,
 each size, from an empty cache. Then tries every size near a limit, one step as a search does.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.apart import CARD_GIB, in_process, median_and_worst, write_and_end
+from benchmarks.apart import CARD_GIB, arguments_of, in_process, median_and_worst, write_and_end
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 
@@ -384,13 +383,7 @@ def _summary(name: str, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--cases", default=";".join(CASES))
-    parser.add_argument("--case")
-    parser.add_argument("--step")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    arguments = arguments_of(CASES)
     if arguments.case:
         case = CASES[arguments.case]
         tried = json.loads(arguments.out.with_suffix(".in").read_text())

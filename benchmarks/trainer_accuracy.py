@@ -7,7 +7,6 @@ Needs transformers, TRL, peft and accelerate. Kernels of Triton do nothing in bo
 are left out: which tokens their loss is of depends on values, which it has not either.
 """
 
-import argparse
 import importlib
 import json
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.apart import CARD_GIB, in_process, median_and_worst, write_and_end
+from benchmarks.apart import CARD_GIB, arguments_of, in_process, median_and_worst, write_and_end
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 
@@ -201,13 +200,7 @@ def document(outcomes: Sequence[Outcome], seconds: float) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--cases", default=";".join(CASES))
-    parser.add_argument("--case")
-    parser.add_argument("--step")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    arguments = arguments_of(CASES)
     if arguments.case:
         case, folder = CASES[arguments.case], Path(tempfile.mkdtemp())
         is_plan = arguments.step == "planned"
