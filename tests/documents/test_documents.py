@@ -104,13 +104,8 @@ FULL = "tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config"
         (f"{FULL} tiny/gone", "`--config` must be the name or path of a config, but is 'tiny/gone'."),
         (f"{FULL} tiny/full adaptive.margn=0.1", "did you mean `adaptive.margin`?"),
         (f"{FULL} tiny/lora", "does not train by tiny/lora, which is for lora_finetune"),
-        ("tune run adaptive_gone --config tiny/full", "there is no recipe adaptive_gone"),
-        ("tune run --gone 2 adaptive_full_finetune_distributed --config tiny/full", "does not take --gone"),
-        ("tune gone", "cannot read gone"),
         ("tune-adaptive plan --config tiny/full --seq-len 4k", "`--seq-len` must be an integer, but is '4k' instead."),
-        ("pip install '.[gone]'", "pyproject.toml has no extra gone"),
         ("make gone", "the Makefile has no target gone"),
-        ("python -m torchtune_adaptive.gone", "there is no module torchtune_adaptive.gone"),
         ("rm -rf /", "no check is for `rm`"),
     ],
 )

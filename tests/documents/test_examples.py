@@ -42,7 +42,7 @@ class Faults:
         if number != 1:
             return run()
         in_forward, in_backward = self._num_operations // 4, self._num_operations * 3 // 4
-        last_rank = dist.get_world_size() - 1 if dist.is_initialized() else 0
+        last_rank = dist.get_world_size() - 1
         with Fault({2: in_forward, 3: in_backward}.get(self._step), ranks=[last_rank]) as fault:
             result = run()
         self._num_operations = fault.count
@@ -87,25 +87,25 @@ def _by_titan(around: Any) -> Outcome:
     return _outcome(trainer.model, trainer.forward_backward.events)
 
 
-def _trainer(kind: str, model_path: Path, *, batch_size: int = 8, accumulation: int = 1, **options: Any) -> Any:
-    """A Trainer or an AdaptiveTrainer, with a learning rate at which a wrong gradient shows."""
-    import transformers
-
+def _by_trainer(model_path: Path, around: Any) -> Outcome:
+    """Training with a learning rate at which a wrong gradient shows."""
     from examples import transformers_trainer as program
 
-    arguments: dict[str, Any] = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
-    arguments |= {"max_steps": STEPS, "optim": "sgd", "learning_rate": 0.5, "use_cpu": True, "disable_tqdm": True}
     args = program.TrainingArguments(
-        str(model_path / "out"), report_to=[], save_strategy="no", logging_steps=1, **arguments
+        str(model_path / "out"),
+        per_device_train_batch_size=8,
+        max_steps=STEPS,
+        optim="sgd",
+        learning_rate=0.5,
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to=[],
+        save_strategy="no",
     )
     data = [{"input_ids": [(7 * row + column) % 64 for column in range(2 + row % 15)]} for row in range(64)]
     model = program.load_model(model_path, args.world_size)
-    trainer: Any = getattr(program, kind, transformers.Trainer)
-    return trainer(model, args, train_dataset=data, data_collator=program.collate, **options)
-
-
-def _by_trainer(model_path: Path, around: Any) -> Outcome:
-    trainer = _trainer("AdaptiveTrainer", model_path, micro_batch_size=4)
+    options: dict[str, Any] = {"train_dataset": data, "data_collator": program.collate, "micro_batch_size": 4}
+    trainer: Any = program.AdaptiveTrainer(model, args, **options)
     make_step, around.slices = trainer._make_step, trainer._batches
 
     def make_wrapped_step(*args: Any) -> Any:
@@ -116,23 +116,6 @@ def _by_trainer(model_path: Path, around: Any) -> Outcome:
     with mock.patch.object(trainer, "_make_step", make_wrapped_step):
         trainer.train()
     return _outcome(trainer.model, trainer.memory_events)
-
-
-def _beside_stock(model_path: Path, **options: Any) -> dict[str, Any]:
-    """How AdaptiveTrainer differs from Trainer after a few steps on the same samples."""
-    stock = _trainer("Trainer", model_path, batch_size=4, accumulation=2)
-    ours = _trainer("AdaptiveTrainer", model_path, **options)
-    start = _outcome(stock.model, ())[0]
-    for trainer in (stock, ours):
-        trainer.train()
-    (of_stock, _), (of_ours, _) = _outcome(stock.model, ()), _outcome(ours.model, ())
-    logged = [[(logs.get("loss"), logs.get("grad_norm")) for logs in one.state.log_history] for one in (stock, ours)]
-    return {  # by parameter, and by step
-        "moved": [(one - other).abs().max().item() for one, other in zip(of_stock, start, strict=True)],
-        "apart": [(one - other).abs().max().item() for one, other in zip(of_stock, of_ours, strict=True)],
-        "logged": [figures[:STEPS] for figures in logged],
-        "micro-batch": ours.micro_batch_size,
-    }
 
 
 def _compared(trained: Callable[[Any], Outcome]) -> dict[str, Any]:
@@ -217,16 +200,12 @@ def _with_transformers(rank: int, directory: Path) -> dict[str, Any]:
     results["norms"] = [_norms_by_loop(transformers_loop)]
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     if rank == 0:
-        for name, dropout in (("dropout", 0.1), ("exact", 0.0)):
-            config = transformers_trainer.LlamaConfig(**sizes, num_attention_heads=2, attention_dropout=dropout)
-            transformers_trainer.LlamaForCausalLM(config).save_pretrained(directory / name)
+        config = transformers_trainer.LlamaConfig(**sizes, num_attention_heads=2, attention_dropout=0.1)
+        transformers_trainer.LlamaForCausalLM(config).save_pretrained(directory / "model")
     dist.barrier()
     as_torchrun = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     with mock.patch.dict(os.environ, as_torchrun):
-        results["transformers_trainer"] = _compared(partial(_by_trainer, directory / "dropout"))
-        results["beside stock"] = _beside_stock(directory / "exact", micro_batch_size=4)
-        with mock.patch("examples.transformers_trainer.DistributedConfig", return_value=None):  # so not sharded
-            results["transformers_trainer in DDP"] = _compared(partial(_by_trainer, directory / "dropout"))
+        results["transformers_trainer"] = _compared(partial(_by_trainer, directory / "model"))
     dist.destroy_process_group()
     return results | (_alone(directory) if rank == 0 else {})
 
@@ -235,17 +214,15 @@ def _alone(directory: Path) -> dict[str, Any]:
     """Trials on one rank, after the process group is destroyed."""
     from examples import transformers_loop, transformers_search, transformers_trainer
 
-    results: dict[str, Any] = {"transformers_trainer alone": _compared(partial(_by_trainer, directory / "dropout"))}
-    results["beside stock alone"] = _beside_stock(directory / "exact", memory_limit="400KiB")
     model = transformers_search.make_model()
-    results["found"] = transformers_search.find(model, torch.optim.AdamW(model.parameters()), "20MiB")
+    found = transformers_search.find(model, torch.optim.AdamW(model.parameters()), "20MiB")
     printed = io.StringIO()
     with mock.patch("tempfile.tempdir", str(directory)), contextlib.redirect_stdout(printed):
         for program in (fsdp2_loop, titan_style, transformers_loop, transformers_search, transformers_trainer):
             program.main()
             if dist.is_initialized():
                 dist.destroy_process_group()
-    return results | {"printed": printed.getvalue()}
+    return {"found": found, "printed": printed.getvalue()}
 
 
 @pytest.fixture(scope="module")
@@ -260,8 +237,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_on_ranks(_with_transformers, 2, tmp_path_factory.mktemp("examples"))
 
 
-def _check_compared(compared: dict[str, Any], *, failed_rank: int) -> None:
-    events = [(2, (failed_rank,), "forward", 4, 2), (3, (failed_rank,), "backward", 4, 2)]
+def _check_compared(compared: dict[str, Any]) -> None:
+    events = [(2, (1,), "forward", 4, 2), (3, (1,), "backward", 4, 2)]
     assert compared == {"same": True, "events": events, "events when told": []}
 
 
@@ -270,23 +247,16 @@ def test_after_an_error_on_one_rank_two_ranks_train_as_with_smaller_micro_batche
     torch_alone: list[dict[str, Any]], program: str
 ) -> None:
     for rank in torch_alone:
-        _check_compared(rank[program], failed_rank=1)
+        _check_compared(rank[program])
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("program", ["transformers_loop", "transformers_trainer", "transformers_trainer in DDP"])
+@pytest.mark.parametrize("program", ["transformers_loop", "transformers_trainer"])
 def test_after_an_error_on_one_rank_transformers_trains_as_with_smaller_micro_batches(
     results: list[dict[str, Any]], program: str
 ) -> None:
     for rank in results:
-        _check_compared(rank[program], failed_rank=1)
-
-
-@pytest.mark.exhaustive
-def test_after_an_error_one_process_with_trainer_trains_as_with_smaller_micro_batches(
-    results: list[dict[str, Any]],
-) -> None:
-    _check_compared(results[0]["transformers_trainer alone"], failed_rank=0)
+        _check_compared(rank[program])
 
 
 def test_gradients_are_those_of_the_mean_over_all_ranks_tokens(torch_alone: list[dict[str, Any]]) -> None:
@@ -301,19 +271,6 @@ def test_gradients_of_transformers_are_those_of_the_mean_over_all_ranks_tokens(r
 def _check_norms(results: list[dict[str, Any]]) -> None:
     for norm, expected in results[0]["norms"] + results[1]["norms"]:
         assert norm == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.exhaustive
-def test_adaptive_trainer_trains_as_trainer_does(results: list[dict[str, Any]]) -> None:
-    """Not bit for bit: sums have another order. Parameters are up to about 1, and float32 then rounds by 6e-8."""
-    for compared in (results[0]["beside stock"], results[1]["beside stock"], results[0]["beside stock alone"]):
-        print(f"apart {max(compared['apart']):.1e}, moved {min(compared['moved']):.1e} to {max(compared['moved']):.1e}")
-        assert max(compared["apart"]) < 1e-6
-        assert min(compared["moved"]) > 2e-5
-        ours, theirs = compared["logged"]
-        assert ours == [pytest.approx(figures, rel=1e-6) for figures in theirs]
-    assert results[0]["beside stock"]["micro-batch"] == 4
-    assert results[0]["beside stock alone"]["micro-batch"] == 5  # found under a limit of memory
 
 
 def test_a_search_finds_the_same_on_every_rank_and_changes_nothing(torch_alone: list[dict[str, Any]]) -> None:

@@ -54,13 +54,6 @@ class Recording(MeasuredSchedule):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Stubborn(Recording):
-    """Refuses the state of another run."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise KeyError("seen")
-
-
 class Noisy(gradient_noise_scale):
     """Measures ten times the noise that there is, so that the batch grows by as much as it may on any data."""
 

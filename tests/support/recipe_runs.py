@@ -100,11 +100,6 @@ class RecordingLogger(MetricLoggerInterface):
     def close(self) -> None: ...
 
 
-def adamw_with_tensor_rate(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    """An optimizer that a config can name, with its learning rate in a tensor."""
-    return torch.optim.AdamW(parameters, lr=torch.tensor(lr), fused=True)
-
-
 def no_samples(tokenizer: Any, **_: Any) -> list[Any]:
     """A data set that a config can name, without a sample."""
     return []
