@@ -16,16 +16,17 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.on_ranks import measured_on_ranks, no_assets
 from benchmarks.provenance import provenance
 from benchmarks.tables import middle, publish, table
 from benchmarks.turns import turns
-from tests.support.plain_loops import finish_step, own_shards
 from torchtune_adaptive import RecoverableStep
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 
@@ -65,6 +66,28 @@ CASES = [
     Case(layers=8, width=512, samples=256, micro_batch_size=256, rounds=120, kind="DDP"),
     Case(layers=8, width=512, samples=256, micro_batch_size=64, rounds=120, kind="DDP"),
 ]
+
+
+def finish_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_sum: torch.Tensor, num_samples: int) -> None:
+    """Divide gradients by the samples of all ranks, clip them, and step the optimizer. A collective.
+
+    Args:
+        loss_sum, num_samples: of this rank's samples. The gradients are means over ranks of those of the sums.
+    """
+    sums = torch.stack((loss_sum, torch.tensor(float(num_samples), device=loss_sum.device)))
+    dist.all_reduce(sums)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(dist.get_world_size() / sums[1])
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def own_shards(model: nn.Module) -> list[torch.Tensor]:
+    """This rank's part of each parameter."""
+    parameters: list[Any] = list(model.parameters())
+    return [one.to_local() if isinstance(one, DTensor) else one for one in parameters]
 
 
 class Loop:
