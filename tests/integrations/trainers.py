@@ -442,8 +442,6 @@ class Gathers(Trainer):
 
 GATHERS_IN_LOSS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
     "count": lambda accelerator, loss, logits, counted: loss / accelerator.gather(counted).sum(),
-    "item": lambda accelerator, loss, logits, counted: loss / max(1, accelerator.gather(counted).sum().item()),
-    "penalty": lambda accelerator, loss, logits, counted: loss + 0.1 * accelerator.gather(logits.mean()).mean(),
     "negatives": lambda accelerator, loss, logits, counted: nn.functional.cross_entropy(
         logits.mean(1) @ accelerator.gather(logits.mean(1)).t(), torch.arange(len(logits))
     ),
