@@ -22,8 +22,8 @@ _HELP = """Find the settings that train fastest among those that leave the train
 
 Samples per optimizer step stay those of the config, or `adaptive.global_batch_size`. What changes is how many run at
 once, in rows or in tokens, activation checkpointing, `compile`, resharding of weights, and chunks of the loss. Each
-set-up is timed with micro-batches of several sizes on some steps of your data. OUTPUT_DIR/found.yaml is the config with what is fastest,
-and the last line of the output is the command that trains with it.
+set-up is timed with micro-batches of several sizes on some steps of your data. OUTPUT_DIR/found.yaml is the config
+with what is fastest, and the last line of the output is the command that trains with it.
 
 options before TORCHRUN-OPTIONS, which are those of `tune run`:
   --minutes N   begin no set-up that would probably end later than this; the first one always ends [5]
