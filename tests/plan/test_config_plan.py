@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from tests.support.plans import GIB, Asked, cfg_of, gives, planned, rows_of, step_of
 from torchtune_adaptive.errors import InputError
@@ -101,10 +101,10 @@ def test_two_micro_steps_are_traced_where_training_may_take_any_number_or_measur
     changes: dict[str, Any], micro_steps: int
 ) -> None:
     tracer = gives(STEP)
-    cfg = OmegaConf.create(cfg_of() | changes)
+    cfg = DictConfig(cfg_of() | changes)
     before = cfg.copy()
     launch(cfg, world_size=8, seq_lens=(512, 1024)).plan(tracer)
-    assert tracer.asked == [Asked(OmegaConf.create(cfg | {"gradient_accumulation_steps": micro_steps}), 8, (512, 1024))]
+    assert tracer.asked == [Asked(DictConfig(cfg | {"gradient_accumulation_steps": micro_steps}), 8, (512, 1024))]
     assert cfg == before
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from tests.support.plans import GIB, MIB, cfg_of, planned, rows_of, step_of, tables
 from torchtune_adaptive.errors import InputError
@@ -209,7 +209,7 @@ def test_a_memory_limit_alone_allows_what_it_allows_on_a_larger_card() -> None:
 def test_the_ranks_of_a_tensor_parallel_group_share_their_samples() -> None:
     blocks = {name: {"_component_": f"some.{name}"} for name in ("model", "optimizer", "loss")}
     usual = cfg_of(batch_size=2, use_maximum_batch_size=False)
-    cfg = OmegaConf.create(usual | blocks | {"tensor_parallel_dim": 4})
+    cfg = DictConfig(usual | blocks | {"tensor_parallel_dim": 4})
     step = step_of(rows_of(512, held_bytes=GIB, bytes_per_row=100 * MIB), sequences=2)  # a row is a pair
     assert planned(cfg, step, world_size=8).lengths[0].tokens_per_step == 2 * 2 * 2 * 512
     with pytest.raises(InputError, match=r"`tensor_parallel_dim` must divide the number of ranks \(6\), but is 4"):

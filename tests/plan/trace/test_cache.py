@@ -47,7 +47,7 @@ def asked_by_new_processes(folder: Path, *configs: DictConfig, world_sizes: tupl
 def test_the_same_request_is_traced_once_and_has_the_same_answer(tracing: Tracing, tmp_path: Path) -> None:
     first, again = (Tracer(tmp_path).step(CONFIG, world_size=1, seq_lens=[64]) for _ in range(2))
     assert (tracing.count, first) == (1, again)
-    asked_by_new_processes(tmp_path, OmegaConf.create(CONFIG | {"compile": True}), CONFIG, world_sizes=(1, 2))
+    asked_by_new_processes(tmp_path, DictConfig(CONFIG | {"compile": True}), CONFIG, world_sizes=(1, 2))
     assert tracing.count == 4  # another config, and another number of ranks
 
 
@@ -79,7 +79,7 @@ def test_a_component_of_another_package_is_traced_once_per_process(tracing: Trac
 
 def test_a_data_set_or_a_logger_of_another_package_does_not_matter(tracing: Tracing, tmp_path: Path) -> None:
     others = {"dataset": {"_component_": "mine.Dataset"}, "metric_logger": {"_component_": "mine.Logger"}}
-    asked_by_new_processes(tmp_path, CONFIG, OmegaConf.create(CONFIG | others))
+    asked_by_new_processes(tmp_path, CONFIG, DictConfig(CONFIG | others))
     assert tracing.count == 1
 
 
