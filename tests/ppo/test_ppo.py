@@ -220,11 +220,16 @@ REFUSED = [
     ("dataset__column", "nope", "`dataset` cannot load its first sample: KeyError: 'nope'."),
     (
         "dataset",
-        {"_component_": "tests.recipes.test_bad_input.beyond_the_vocabulary"},
+        {"_component_": "tests.ppo.test_ppo.beyond_the_vocabulary"},
         "The first sample of `dataset` has token 2048, but `policy_model` has a vocabulary of 2048 tokens.",
     ),
     ("max_generated_tokens", 1000, "Rows have 1095 tokens, but the model takes at most 512."),
 ]
+
+
+def beyond_the_vocabulary(tokenizer: Any, **_: Any) -> list[Any]:
+    """A data set that a config can name."""
+    return [{"tokens": [1, 2048], "labels": [1, 2048]}] * 40
 
 
 def _refusals(assets: Path, output_dir: Path) -> list[str]:
