@@ -122,5 +122,8 @@ def test_a_missing_package_and_an_unknown_trainer_are_named(monkeypatch: pytest.
         TrainerClasses.named("sft")
     assert str(caught.value) == "A plan of SFTTrainer of trl needs trl: `pip install trl` installs it."
     with pytest.raises(InputError) as caught:
+        Arguments.of("sft")
+    assert str(caught.value) == "A plan of SFTConfig of trl needs trl: `pip install trl` installs it."
+    with pytest.raises(InputError) as caught:
         Arguments.of("adam")
     assert str(caught.value) == "`trainer` must be one of sft, dpo, transformers, but is 'adam' instead."

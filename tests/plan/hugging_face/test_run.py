@@ -163,6 +163,8 @@ def test_keys_that_cannot_be_planned_are_refused_before_a_trace(keys: dict[str, 
 
 @pytest.mark.slow
 def test_what_the_trainer_refuses_is_refused_in_its_words(path: str) -> None:
+    with pytest.raises(InputError, match=r"^TrainingArguments refuses these keys: .*adamw_9bit"):
+        run_of(path, optim="adamw_9bit").trace()
     with pytest.raises(InputError, match=r"^TrainingArguments refuses these keys: .*--bf16"):
         run_of(path, bf16="perhaps").trace()
 
