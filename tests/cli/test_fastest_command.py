@@ -140,6 +140,7 @@ def test_why_the_config_as_it_is_cannot_run_is_said(set_ups: SetUps, tmp_path: P
     ("arguments", "sentence"),
     [
         (("--minutes", "0", RECIPE, "--config", "tiny/full"), "`--minutes` must be above 0, but is 0 instead."),
+        (("--minutes", "two", RECIPE, "--config", "tiny/full"), "`--minutes` must be a number, but is 'two' instead."),
         (
             ("--try", "checkpointing,packing", RECIPE, "--config", "tiny/full"),
             "`--try` must be one of checkpointing, compile, resharding, loss, but is 'packing' instead.",

@@ -107,6 +107,7 @@ def test_a_config_is_found_by_adaptive_name_stock_name_or_path(file: Path) -> No
             ["--config", "tiny/full", "batch_size"],
             "An override must have the form key=value, but is 'batch_size' instead.",
         ),
+        (["--config", "tiny/full", "~model.nosuchkey"], "model.nosuchkey"),
         (["--config", "tiny/full", "adaptive=[1]"], "adaptive"),
         (["--config", "tiny/full", "a=b=c"], "must have the form key=value, but is 'a=b=c' instead."),
         (["--config", "NUMBER"], "keys must be words"),

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from tests.support.ranks import run_alone
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.trace.config_steps import steps_of
-from torchtune_adaptive.plan.trace.events import Events
+from torchtune_adaptive.plan.trace.events import Events, extended
 from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.stock.configs import load_config
 
-SEQ_LEN, BATCH_SIZE = 64, 5  # plans trace batches of 2 and 3, and predict the bytes of one of 5
+SEQ_LEN = 64
 SHALLOW = "model.num_layers=1"
 FAULTY = "tests.support.fake_models"
 
@@ -30,15 +30,19 @@ def _full(*overrides: str) -> DictConfig:
     return load_config("tiny/full", [SHALLOW, *overrides])
 
 
-def _steps_of(*asked: tuple[DictConfig, int]) -> list[Any]:
-    return [Tracer().step(cfg, world_size=ranks, seq_lens=[SEQ_LEN]) for cfg, ranks in asked]
+def _events_of(*asked: tuple[DictConfig, int]) -> list[Events]:
+    found = []
+    for cfg, ranks in asked:
+        with steps_of(cfg, world_size=ranks) as steps:
+            found.append(steps.events(steps.num_layers, 2, SEQ_LEN))
+    return found
 
 
-def _planned_and_whole(cfg: DictConfig) -> tuple[Events, Events]:
-    """The events of a batch that follow from those of smaller ones, and those that are traced."""
-    planned = Tracer().step(cfg, world_size=1, seq_lens=[SEQ_LEN]).lengths[0].at(BATCH_SIZE)
+def _planned_and_whole(cfg: DictConfig) -> tuple[Events | None, Events]:
+    """The events of a batch of 5 rows that follow from those of 2 and 3, and those that are traced."""
     with steps_of(cfg, world_size=1) as steps:
-        return planned, steps.events(steps.num_layers, BATCH_SIZE, SEQ_LEN)
+        few, more, most = (steps.events(steps.num_layers, rows, SEQ_LEN) for rows in (2, 3, 5))
+    return extended(few, more, 3), most
 
 
 def test_a_whole_step_of_more_rows_takes_and_gives_back_what_was_planned() -> None:
@@ -52,10 +56,10 @@ def test_a_step_does_not_depend_on_those_traced_before_it_or_on_the_environment_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled = load_config("tiny/lora", [SHALLOW, "compile=True", "model.lora_dropout=0.1", "device=cuda"])
-    alone = run_alone(_steps_of, (_full(), 2))
+    alone = run_alone(_events_of, (_full(), 2))
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "5"), ("MASTER_ADDR", "nowhere")):
         monkeypatch.setenv(name, value)
-    before, between, after = run_alone(_steps_of, (compiled, 1), (_full(), 2), (compiled, 1))
+    before, between, after = run_alone(_events_of, (compiled, 1), (_full(), 2), (compiled, 1))
     assert [between] == alone
     assert after == before
 
