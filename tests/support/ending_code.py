@@ -4,7 +4,6 @@ import os
 import sys
 from typing import Any
 
-from torchtune.data import padded_collate_sft
 from torchtune.datasets import instruct_dataset
 from torchtune.models.llama2 import Llama2Tokenizer
 from torchtune.modules import loss
@@ -46,11 +45,6 @@ def samples(tokenizer: Any, **options: Any) -> Any:
     return instruct_dataset(tokenizer, **options)
 
 
-def collate(batch: Any, **options: Any) -> Any:
-    end()
-    return padded_collate_sft(batch, **options)
-
-
 class Tokenizer(Llama2Tokenizer):
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         end()
@@ -69,17 +63,6 @@ class Logger(DiskLogger):
         super().log_dict(payload, step)
 
 
-class ClosingLogger(DiskLogger):
-    def close(self) -> None:
-        end()
-        super().close()
-
-
-def grow(epoch: int, current_batch_size: int) -> int:
-    end()
-    return 0
-
-
 def grow_later(epoch: int, current_batch_size: int) -> int:
     if epoch:
         end()
@@ -89,13 +72,3 @@ def grow_later(epoch: int, current_batch_size: int) -> int:
 class Growth:
     def __init__(self) -> None:
         end()
-
-
-class StatefulGrowth:
-    def __call__(self, epoch: int, current_batch_size: int) -> int:
-        return 0
-
-    def state_dict(self) -> Any:
-        end()
-
-    def load_state_dict(self, state: Any) -> None: ...
