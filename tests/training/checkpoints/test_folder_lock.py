@@ -16,10 +16,13 @@ from typing import Any
 
 import filelock
 import pytest
+from omegaconf import OmegaConf
 
 from tests.support.ranks import IMPORTED_ONCE
 from tests.support.toys import STATE
+from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.stock.resume import lock_output
 from torchtune_adaptive.training.checkpoints import folder as folder_module
 from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder
 from torchtune_adaptive.training.folder_lock import LOCK_NAME, FolderReplacedError
@@ -91,6 +94,15 @@ def test_the_same_process_may_lock_again_and_keeps_others_out(tmp_path: Path) ->
     gc.collect()
     assert ask_stranger(tmp_path) == "refused"
     del second
+    gc.collect()
+    assert ask_stranger(tmp_path) == "locked"
+
+
+def test_the_folder_of_the_log_is_locked_as_long_as_the_run_keeps_the_lock(tmp_path: Path) -> None:
+    kept = lock_output(OmegaConf.create({"output_dir": str(tmp_path)}), Consensus())
+    gc.collect()
+    assert ask_stranger(tmp_path) == "refused"
+    del kept
     gc.collect()
     assert ask_stranger(tmp_path) == "locked"
 
