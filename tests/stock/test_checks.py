@@ -284,6 +284,7 @@ NO_TILDE = "must not begin with ~, which only a shell replaces"
             for value in ("abc", -1, float("nan"))
         ),
         ("loss.reduction", "sum", "must be mean, but is 'sum'"),
+        ("loss.num_output_chunks", None, "must be an integer, but is None"),
         *(("kd_ratio", value, f"must be in [0, 1], but is {value!r}") for value in (1.5, True, None)),
     ],
 )

@@ -179,11 +179,10 @@ def _check_numbers(cfg: DictConfig) -> None:
 
 def _check_loss(cfg: DictConfig) -> None:
     """Refuse a loss that is not a mean over tokens: recipes multiply it by their number, so that parts add up."""
-    reduction, chunks = (OmegaConf.select(cfg, f"loss.{name}") for name in ("reduction", "num_output_chunks"))
+    reduction = OmegaConf.select(cfg, "loss.reduction")
     if reduction not in (None, "mean"):
         raise InputError(f"`loss.reduction` must be mean, but is {quote(reduction)} instead.")
-    if chunks is not None:
-        require_integer("loss.num_output_chunks", chunks, minimum=1)
+    require_integer("loss.num_output_chunks", OmegaConf.select(cfg, "loss.num_output_chunks", default=1), minimum=1)
 
 
 def _check_output_dirs(cfg: DictConfig) -> None:
