@@ -13,9 +13,9 @@ from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, start_gr
 from benchmarks.on_gpu.sizes import config_of
 from benchmarks.on_gpu.stage import Section, Stage
 from tests.support.recipe_runs import RECIPES
-from torchtune_adaptive.errors import reason_of
+from torchtune_adaptive.errors import NothingFitsError, reason_of
 from torchtune_adaptive.fastest.changes import questions_of
-from torchtune_adaptive.fastest.climb import Climb, Outcome
+from torchtune_adaptive.fastest.climb import Climb, Outcome, times
 from torchtune_adaptive.fastest.set_up import SetUps
 from torchtune_adaptive.stock.configs import resolved
 from torchtune_adaptive.text import format_bytes
@@ -83,7 +83,9 @@ def _measured(set_ups: SetUps, words: str, values: Mapping[str, Any]) -> Outcome
         result, timings = sizes.result, {str(limit): timing for limit, timing in sizes.timings.items()}
         let_go(recipe)
     except Exception as error:  # keeps the other set-ups
-        return Outcome(**outcome, seconds=time.monotonic() - started, why_not=reason_of(error))
+        is_short = isinstance(error, NothingFitsError)
+        seconds, why_not = time.monotonic() - started, reason_of(error)
+        return Outcome(**outcome, seconds=seconds, why_not=why_not, is_short_of_memory=is_short)
     finally:
         torch._dynamo.reset()
     return Outcome(
@@ -100,12 +102,10 @@ def _report(section: Section, climb: Climb) -> None:
     """Fill ``section`` with what was tried."""
     first, *_ = climb.outcomes
     section.text.extend(f"{one.words}: {one.why_not}." for one in climb.outcomes if one.why_not)
-    if not first.timings:
-        return
-    own, own_timing = next(iter(first.timings.items()))
-    section.rows.append([first.words, own, f"{own_timing.rate:.0f}", "1.00", *[""] * (len(HEADER) - 4)])
+    for own, timing in list(first.timings.items())[:1]:
+        section.rows.append([first.words, own, f"{timing.rate:.0f}", "1.00", *[""] * (len(HEADER) - 4)])
     for one in (one for one in climb.outcomes if one.timings):
-        speeds = [f"{one.timing.rate:.0f}", f"{one.timing.rate / own_timing.rate:.2f}"]
+        speeds = [f"{one.timing.rate:.0f}", times(one, first)]
         costs = [str(one.found), format_bytes(one.peak_bytes), f"{one.seconds:.0f}"]
         section.rows.append([one.words, one.micro_batch, *speeds, *costs, "yes" if one is climb.best else ""])
         rates = {size: timing.rate for size, timing in one.timings.items()}

@@ -17,6 +17,7 @@ from tests.support.recipe_runs import SHALLOW, adaptive_recipe, finished, shallo
 from tests.support.toys import search_result
 from torchtune_adaptive.cli import fastest
 from torchtune_adaptive.engine.search.timing import Timing
+from torchtune_adaptive.errors import NOTHING_FITS_ADVICE
 from torchtune_adaptive.fastest import set_up
 from torchtune_adaptive.report.read import Search
 from torchtune_adaptive.settings import AdaptiveSettings
@@ -130,10 +131,18 @@ def test_if_it_is_stopped_the_best_so_far_is_kept(set_ups: SetUps, tmp_path: Pat
 
 
 def test_why_the_config_as_it_is_cannot_run_is_said(set_ups: SetUps, tmp_path: Path, program: Program) -> None:
-    set_ups.fails_with = "not even one row fits"
+    set_ups.fails_with = "`seed` must be an integer"
     ended = program("fastest", *given(tmp_path))
     assert ended.status == 1
-    assert ended.err == "tune-adaptive fastest: The config as it is cannot be timed: not even one row fits.\n"
+    assert ended.err == "tune-adaptive fastest: The config cannot be timed as it is: `seed` must be an integer.\n"
+    set_ups.fails_with = f"not even one row fits; {NOTHING_FITS_ADVICE}"
+    ended = program("fastest", *given(tmp_path))
+    sentence = (
+        "The config cannot be timed as it is, nor with all layers checkpointed, nor with loss in 32 chunks: not even"
+        " one row fits; "
+    )
+    assert ended.err == f"tune-adaptive fastest: {sentence}{NOTHING_FITS_ADVICE}.\n"
+    assert [cfg.enable_activation_checkpointing for cfg in set_ups.configs] == [False, False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from torchtune_adaptive.engine.search.timing import Timing
 from torchtune_adaptive.fastest import climb as climb_module
 from torchtune_adaptive.fastest.changes import Change, Question
-from torchtune_adaptive.fastest.climb import Climb, Outcome
+from torchtune_adaptive.fastest.climb import Climb, Outcome, summary
 
 LESS = Change("none", {"ac": 0})
 SOME = Change("some", {"ac": 2})
@@ -29,8 +29,10 @@ class Recipe:
         short: tuple[str, ...] = (),
         set_up_s: float = 1.0,
         again: Mapping[str, float] | None = None,
+        too_large: tuple[str, ...] = (),
     ) -> None:
         self.rates, self.short, self.set_up_s = rates, short, set_up_s
+        self.too_large = too_large
         self.again = again  # the rates of what is measured a second time, if the first times vary
         self.now_s = 0.0
         self.measured: list[str] = []
@@ -39,7 +41,10 @@ class Recipe:
         self.now_s += self.set_up_s
         self.measured.append(words)
         if words not in self.rates:
-            return Outcome(words=words, values=values, seconds=self.set_up_s, why_not="it failed")
+            is_short = words in self.too_large
+            return Outcome(
+                words=words, values=values, seconds=self.set_up_s, why_not="it failed", is_short_of_memory=is_short
+            )
         is_again = self.measured.count(words) > 1 and self.again is not None
         rate = self.again[words] if is_again and self.again else self.rates[words]
         seconds = (1.0, 1.0, 1.0) if self.again is None else (0.9, 1.0, 1.1)
@@ -125,6 +130,19 @@ def test_where_the_config_as_it_is_cannot_be_timed_nothing_else_is_tried(monkeyp
     climb = climbed(recipe, CHECKPOINTING, COMPILING, monkeypatch=monkeypatch)
     assert recipe.measured == ["as it is"]
     assert climb.outcomes[0].why_not == "it failed"
+
+
+def test_where_not_one_row_fits_what_needs_less_memory_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe({"all": 100, "all, compile": 150}, too_large=("as it is",))
+    climb = climbed(recipe, CHECKPOINTING, Question("more", (ALL,)), COMPILING, monkeypatch=monkeypatch)
+    assert recipe.measured == ["as it is", "all", "all, compile"]
+    assert climb.best.words == "all, compile"
+    assert reasons(climb)["none"] == "not tried: it needs no less memory"
+    as_it_is, *others = [line.split() for line in summary(climb.outcomes, climb.best).splitlines()[2:]]
+    assert (as_it_is[0], others[0][:-1]) == ("all", ["all,", "compile", "8", "rows", "150", "0", "B", "8"])
+    nothing = climbed(Recipe({}, too_large=("as it is",)), Question("more", (ALL,)), monkeypatch=monkeypatch)
+    assert nothing.best is nothing.outcomes[0]
+    assert nothing.best.timings == {}
 
 
 def test_no_set_up_begins_that_would_probably_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_a_new_run_begins_a_new_file_and_lines_of_another_run_are_dropped(tmp_pa
 
 def test_a_search_is_written_with_everything_that_it_found(tmp_path: Path) -> None:
     run_log = begun(tmp_path)
-    timings = {"1 rows": Timing((1.5, 1.0), 60), "2 rows": Timing((0.5,), 99)}
+    timings = {"1 row": Timing((1.5, 1.0), 60), "2 rows": Timing((0.5,), 99)}
     run_log.search(RESULT, step=0, seq_len=128, chosen={"token_budget": 1920}, timings=timings)
     run_log.search(RESULT, step=0, seq_len=None, of="trained")
     whole, bare = read_run(tmp_path).searches

@@ -315,8 +315,8 @@ def test_the_smallest_size_that_is_as_fast_as_the_best_is_used(monkeypatch: pyte
     timed = Stopwatch(monkeypatch, lambda limit: rates[limit.size])
     loader = step_loader(Samples(*[8] * 120), micro_steps=3)
     found = Device().find(loader, max_batch_size=12, objective="speed", **MAXIMUM)
-    assert timed.rows == {f"{rows} rows": [[rows, rows]] for rows in (1, 3, 6, 12)}
-    assert timed.num_tokens == {f"{rows} rows": 2 * rows * 8 for rows in (1, 3, 6, 12)}
+    assert timed.rows == {str(RowLimit(rows)): [[rows, rows]] for rows in (1, 3, 6, 12)}
+    assert timed.num_tokens == {str(RowLimit(rows)): 2 * rows * 8 for rows in (1, 3, 6, 12)}
     assert found.result is not None
     assert (found.fitting_rows, found.result.batch_size) == (6, 12)
     assert found.timings == {RowLimit(rows): Timing((1.0,), rates[rows]) for rows in (1, 3, 6, 12)}
@@ -327,7 +327,7 @@ def test_the_given_samples_of_a_step_are_cut_in_rows_the_configs_own_first(monke
     timed = Stopwatch(monkeypatch, lambda limit: 1000 if limit.size >= 4 else 100)
     loader = step_loader(Samples(*[8] * 120), batch_size=12, is_global=True)
     found = Device().find(loader, objective="speed", global_batch_size=12, wanted_rows=5, **MAXIMUM)
-    assert list(timed.rows) == ["5 rows", "1 rows", "3 rows", "6 rows", "12 rows"]  # of one length: no tokens
+    assert list(timed.rows) == ["5 rows", "1 row", "3 rows", "6 rows", "12 rows"]  # of one length: no tokens
     assert timed.rows["5 rows"] == [[5, 5, 2]] * 3  # 36 samples are at least 32
     assert timed.num_tokens["5 rows"] == 36 * 8
     assert (found.fitting_rows, found.max_rows, found.token_budget) == (5, 5, None)

@@ -63,7 +63,7 @@ def run_fastest(arguments: Sequence[str]) -> None:
     path = found_path(whole)
     ranks = _ranks(torchrun_options, recipe)
 
-    from torchtune_adaptive.fastest.climb import AS_IT_IS, Climb, Outcome, summary  # torch takes seconds to import
+    from torchtune_adaptive.fastest.climb import Climb, Outcome, summary  # torch takes seconds to import
     from torchtune_adaptive.fastest.set_up import SetUps
 
     samples = settings.global_batch_size or _samples(whole, ranks=data_parallel_ranks(whole, ranks))
@@ -77,7 +77,7 @@ def run_fastest(arguments: Sequence[str]) -> None:
         return outcome
 
     def plan(values: Mapping[str, Any]) -> int | None:
-        return planned_rows(DictConfig(resolved(set_ups.config(values))), ranks, set_ups.search_of(AS_IT_IS))
+        return planned_rows(DictConfig(resolved(set_ups.config(values))), ranks, set_ups.search_of(climb.best.words))
 
     climb = Climb(measure, plan, 60 * options.minutes)
     was_stopped = False
@@ -88,9 +88,10 @@ def run_fastest(arguments: Sequence[str]) -> None:
         if not any(one.timings for one in climb.outcomes):
             raise
         was_stopped = True
-    if not climb.outcomes[0].timings:
-        raise InputError(f"The config as it is cannot be timed: {climb.outcomes[0].why_not}.")
     best = climb.best
+    if not best.timings:
+        tried = "".join(f", nor with {one.words}" for one in climb.outcomes[1:] if one.seconds)
+        raise InputError(f"The config cannot be timed as it is{tried}: {best.why_not}.")
     with writing("output_dir", path.parent, kind="folder"):
         header = f"# The settings that train fastest of those that were tried: {best.words}, {best.micro_batch}\n"
         write_atomically(path, header + OmegaConf.to_yaml(set_ups.found_config(best.words)))

@@ -21,7 +21,7 @@ class Outcome:
         words: what was changed in the config.
         values: the changed keys.
         timings: by micro-batch, the config's own first; empty if nothing was timed.
-        is_short_of_memory: whether memory bounds the micro-batch.
+        is_short_of_memory: whether memory bounds the micro-batch, or not one row fits.
         peak_bytes: of the largest micro-batch that was tried and fits.
         planned: the largest micro-batch by the plan, in rows; None if it was not planned.
         found: the largest micro-batch by the search, in rows.
@@ -59,7 +59,7 @@ class Climb:
         plan: says how many rows fit with these values, by a plan; None if that is not known.
         seconds: no set-up begins that would probably end later.
         outcomes: all that was tried, and what was not; the first is the config as it is.
-        best: of the outcomes.
+        best: of the outcomes; the config as it is, if nothing could be timed.
     """
 
     measure: Callable[[str, Mapping[str, Any]], Outcome]
@@ -72,7 +72,10 @@ class Climb:
     @property
     def best(self) -> Outcome:
         """The fastest, unless something simpler is as fast; the simplest came first."""
-        best, *others = self._finalists or (one for one in self.outcomes if one.timings)
+        timed = self._finalists or [one for one in self.outcomes if one.timings]
+        if not timed:
+            return self.outcomes[0]
+        best, *others = timed
         for other in others:
             if not is_as_good(best.timing, other.timing):
                 best = other
@@ -81,10 +84,11 @@ class Climb:
     def run(self, questions: Sequence[Question]) -> None:
         """Measure the config as it is, and then the alternatives of each question, on top of the best so far.
 
-        If the times of the best two vary, both are measured again, one right after the other, and that counts.
+        If not one row fits as it is, what needs less memory is tried; if the config fails otherwise, nothing is. If the
+        times of the best two vary, both are measured again, one right after the other, and that counts.
         """
         self.outcomes.append(self.measure(AS_IT_IS, {}))
-        if not self.outcomes[0].timings:
+        if not self.outcomes[0].timings and not self.outcomes[0].is_short_of_memory:
             return
         for question in questions:
             base = self.best
@@ -118,6 +122,8 @@ class Climb:
         values = {**base.values, **change.values}
         if not is_needed or (change.memory == "less" and not base.is_short_of_memory):
             return Outcome(words=words, values=values, why_not="not tried: memory is not short")
+        if not base.timings and change.memory != "less":
+            return Outcome(words=words, values=values, why_not="not tried: it needs no less memory")
         if not self._has_time(max(one.seconds for one in self.outcomes)):
             return Outcome(words=words, values=values, why_not="not tried: no time left")
         planned = self.plan(values) if change.memory == "more" else None
@@ -126,8 +132,16 @@ class Climb:
         return replace(self.measure(words, values), planned=planned)
 
 
+def times(outcome: Outcome, as_it_is: Outcome) -> str:
+    """How many times as fast as the config with its own micro-batch; "" if that was not timed."""
+    own = next(iter(as_it_is.timings.values()), None)
+    return "" if own is None else f"{outcome.timing.rate / own.rate:.2f}"
+
+
 def summary(outcomes: Sequence[Outcome], best: Outcome) -> str:
     """A table of the config as it is and of each set-up with its fastest micro-batch; below it what was not timed.
+
+    At least one was timed.
 
     >>> steps = {"4 rows": Timing((2.0,), 200), "512 tokens": Timing((1.0,), 200)}
     >>> as_it_is, other = Outcome(timings=steps, found=8), Outcome(words="compile", why_not="it failed")
@@ -139,13 +153,13 @@ def summary(outcomes: Sequence[Outcome], best: Outcome) -> str:
     <BLANKLINE>
     - compile: it failed
     """
-    first, timed = outcomes[0], [one for one in outcomes if one.timings]
-    own, timing = next(iter(first.timings.items()))
+    timed = [one for one in outcomes if one.timings]
     rows = [["settings", "micro-batch", "tokens/s", "times", "peak", "rows that fit", "planned", "chosen"]]
-    rows.append([AS_IT_IS, own, f"{timing.rate:.0f}", "1.00", "", "", "", ""])
+    for own, timing in list(outcomes[0].timings.items())[:1]:
+        rows.append([AS_IT_IS, own, f"{timing.rate:.0f}", "1.00", "", "", "", ""])
     for one in timed:
         found, planned = ("" if number is None else str(number) for number in (one.found, one.planned))
-        figures = [f"{one.timing.rate:.0f}", f"{one.timing.rate / timing.rate:.2f}", format_bytes(one.peak_bytes)]
+        figures = [f"{one.timing.rate:.0f}", times(one, outcomes[0]), format_bytes(one.peak_bytes)]
         rows.append([one.words, one.micro_batch, *figures, found, planned, "yes" if one is best else ""])
     others = [f"- {one.words}: {one.why_not}" for one in outcomes if one not in timed]
     table = "\n".join(line.rstrip() for line in text_table(rows, num_names=1).splitlines())

@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from torchtune_adaptive.errors import NOTHING_FITS_ADVICE
 from torchtune_adaptive.fastest.climb import Outcome
 from torchtune_adaptive.files import write_atomically
 from torchtune_adaptive.report.read import Search, read_run
@@ -64,7 +65,8 @@ class SetUps:
             status = _run([*self.torchrun_options, self.recipe, "--config", str(folder / _CONFIG)], log)
         outcome = Outcome(words=words, values=values, seconds=time.monotonic() - started)
         if status or not (folder / FOUND_NAME).is_file():
-            return replace(outcome, why_not=self._why(folder))
+            why_not = self._why(folder)
+            return replace(outcome, why_not=why_not, is_short_of_memory=NOTHING_FITS_ADVICE in why_not)
         self._folders[words] = folder
         return _with_search(outcome, read_run(folder).searches[-1])
 
