@@ -4,6 +4,7 @@
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,10 +70,32 @@ def test_the_loss_of_a_large_batch_works_on_one_tile_of_tokens(path: str) -> Non
     assert few.step.at(4) == run._traced(4, sizes=[4, 3]).events(4)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_peft": True, "fsdp": True},
+        {"use_peft": True},  # by DDP, as the following; q_proj and v_proj have adapters
+        {"use_peft": True, "load_in_4bit": True, "dtype": "bfloat16", "gradient_checkpointing": False},
+        {"trainer": "dpo"},  # whose reference is among the other tensors
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_many_layers_on_ranks_are_planned_from_few_and_take_what_all_of_them_take(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 10}))
+    run = run_of(str(tmp_path), ranks=2, **options)
+    few, whole = run.trace(), run._traced(None, sizes=run._sizes())
+    assert few.traced_layers == (4, 6)
+    assert all(few.step.at(rows) == whole.step.at(rows) for rows in (1, max(run._sizes()) + 5))
+    assert few.num_trainable == whole.num_trainable
+
+
 def test_weights_of_4_bits_take_half_a_byte_and_their_scales(path: str) -> None:
     options: dict[str, Any] = {"use_peft": True, "dtype": "bfloat16", "lora_target_modules": "all-linear"}
     plain, packed = planned(path, **options), planned(path, **options, load_in_4bit=True)
     nested = planned(path, **options, load_in_4bit=True, use_bnb_nested_quant=True)
+    assert plain.step.num_parameters == packed.step.num_parameters == WEIGHTS + ADAPTERS
     saved = bytes_of(plain, "parameters") - bytes_of(packed, "parameters")
     assert saved == pytest.approx(1.5 * LINEAR + 2 * ADAPTERS, rel=0.03)  # whose adapters TRL keeps in bfloat16
     scales, of_nested = (bytes_of(plan, "other tensors") for plan in (packed, nested))

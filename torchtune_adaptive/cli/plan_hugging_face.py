@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,7 @@ def plan_model(arguments: Sequence[str]) -> None:
         asked = [require_integer(size_key, keys[size_key], minimum=1)]
     RunKeys.of(keys, Arguments.of(given.trainer))  # refuses keys before torch is imported
 
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of DDP are about a real run
     from torchtune_adaptive.plan.any_loop import LoopPlan, plan_of_loop  # torch takes seconds to import
     from torchtune_adaptive.plan.hugging_face.run import UNCERTAINTY, HuggingFaceRun
     from torchtune_adaptive.plan.hugging_face.ways import ways_to_fit

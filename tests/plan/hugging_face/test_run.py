@@ -86,9 +86,17 @@ def test_ranks_have_copies_with_buckets_of_gradients_or_parts_under_fsdp2(path: 
 
 
 @pytest.mark.slow
-def test_many_layers_are_planned_from_few_and_take_what_all_of_them_take(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"bf16": True, "fsdp": True},
+        {"gradient_checkpointing": False},  # by DDP
+    ],
+    ids=lambda keys: " ".join(keys),
+)
+def test_many_layers_are_planned_from_few_and_take_what_all_of_them_take(keys: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 10}))
-    run = run_of(tmp_path, ranks=2, bf16=True, fsdp=True)
+    run = run_of(tmp_path, ranks=2, **keys)
     few, whole = run.trace(), run._traced(None, sizes=[2])
     assert (few.num_layers, few.traced_layers) == (10, (4, 6))
     assert few.step.at(2) == whole.step.at(2)

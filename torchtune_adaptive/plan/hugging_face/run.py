@@ -133,14 +133,14 @@ class HuggingFaceRun:
         Raises:
             InputError: the run cannot be planned; the message says why.
         """
-        counts = self._few_layers()
+        counts, found = self._few_layers(), None
         with suppress(InputError):  # a model may not be built with few layers; whole it may be
-            if counts is not None and (found := self._traced_with(*counts)) is not None:
-                return found
+            found = None if counts is None else self._traced_with(*counts)
         whole = self.model.num_layers
-        return replace(
-            self._traced(None, sizes=self._sizes()), num_layers=whole, traced_layers=(whole,) if whole else ()
-        )
+        if found is None:
+            found = replace(self._traced(None, sizes=self._sizes()), traced_layers=(whole,) if whole else ())
+        numbers = self._num_parameters(None)  # those of a trace may be packed
+        return replace(found, num_layers=whole, num_parameters=numbers[0], num_trainable=numbers[1])
 
     def _traced_with(self, first: int, second: int, third: int) -> TracedLoop | None:
         """The step, from models of these numbers of layers; None if the whole model's does not follow from theirs."""
@@ -167,14 +167,7 @@ class HuggingFaceRun:
         step = replace(few.step, traced=dict(sorted(steps.items())), periods=periods)
         if not (step.follows(1) and step.follows(max(steps) + 1)):
             return None
-        return replace(
-            few,
-            step=step,
-            num_parameters=numbers[0],
-            num_trainable=numbers[1],
-            num_layers=whole,
-            traced_layers=(first, second),
-        )
+        return replace(few, step=step, traced_layers=(first, second))
 
     def _num_parameters(self, num_layers: int | None) -> tuple[int, int]:
         """Parameters of the model with so many layers, adapters included, and those that are trained."""
@@ -444,9 +437,13 @@ def _sharded(accelerator: Any, model: nn.Module) -> nn.Module:
 
 
 def _replicated(accelerator: Any, model: nn.Module) -> nn.Module:
-    """The fake model of one of several ranks, wrapped by DDP, which reduces gradients in place."""
+    """The fake model of one of several ranks, wrapped by DDP, which reduces gradients in place.
+
+    All gradients are in one bucket: several take as much memory, but follow no pattern of layers.
+    """
     handler = imported("accelerate", needed_for="DDP").DistributedDataParallelKwargs
     accelerator.ddp_handler = accelerator.ddp_handler or handler()
+    accelerator.ddp_handler.bucket_cap_mb = 2**30
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}))  # it is on the CPU
         for name in ("_sync_module_states", "_verify_param_shape_across_processes"):  # they need values
@@ -458,7 +455,7 @@ def _replicated(accelerator: Any, model: nn.Module) -> nn.Module:
 
 
 class _Reducer:
-    """DDP's reducer without its second choice of buckets, which needs values. They take as much memory as the first."""
+    """DDP's reducer without its second choice of buckets, which needs values."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer

@@ -4,7 +4,7 @@ A step with more layers, or with more passes of a loop over rows, repeats a peri
 period more than the other, tell where it is, how many bytes grow by the way, and which memory is given back.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
@@ -33,7 +33,7 @@ class Event(NamedTuple):
 
 
 Events: TypeAlias = tuple[Event, ...]
-Labels: TypeAlias = list[object]
+Labels: TypeAlias = list[tuple[object, ...]]
 
 
 class _Run(NamedTuple):
@@ -200,21 +200,40 @@ class _Extension:
 
 
 def _runs(few: Events, more: Events) -> list[_Run] | None:
-    """The runs of two steps; None if one is not the other with periods inserted."""
-    labels, other_labels = _labels(few), _labels(more)
+    """The runs of two steps; None if one is not the other with periods inserted.
+
+    Layers that take the same bytes are told apart by them. Where that fails bytes may differ, as in passes over rows.
+    """
+    labels = _labels(few), _labels(more)
+    exact = _with_bytes(labels[0], few), _with_bytes(labels[1], more)
     found: list[_Run] = []
-    for short, long in _pairs(few, more, labels, other_labels):
-        one, other = labels[short.start : short.stop], other_labels[long.start : long.stop]
-        if run := _run(one, other, short.start, long.start):
-            found.append(run)
-            continue
-        for part, longer in _split(one, other):
-            run = _run(one[part], other[longer], short.start + part.start, long.start + longer.start)
-            if run is None:
-                return None
-            found.append(run)
+    for short, long in _pairs(few, more, *labels):
+        runs = _runs_of([exact], short, long) or _runs_of([exact, labels], short, long)
+        if not runs:
+            return None
+        found += runs
     covered = sum(run.length for run in found), sum(run.length_with(1) for run in found)
     return found if covered == (len(few), len(more)) else None
+
+
+def _runs_of(labels: Sequence[tuple[Labels, Labels]], short: range, long: range) -> list[_Run]:
+    """The runs of two ranges of events by one of the labels: one, or some with a loop each; none if that fails."""
+
+    def run(short: range, long: range) -> _Run | None:
+        runs = (_run(_part_of(few, short), _part_of(more, long), short.start, long.start) for few, more in labels)
+        return next((run for run in runs if run is not None), None)
+
+    if whole := run(short, long):
+        return [whole]
+    few, more = labels[-1]
+    parts = _split(_part_of(few, short), _part_of(more, long))
+    found = [one for part, longer in parts if (one := run(short[part], long[longer])) is not None]
+    covered = sum(one.length for one in found), sum(one.length_with(1) for one in found)
+    return found if covered == (len(short), len(long)) else []
+
+
+def _part_of(labels: Labels, indices: range) -> Labels:
+    return labels[indices.start : indices.stop]
 
 
 def _run(one: Labels, other: Labels, few: int, more: int) -> _Run | None:
@@ -269,7 +288,7 @@ def _pairs(few: Events, more: Events, labels: Labels, other_labels: Labels) -> I
             yield short, long
 
 
-def _grouped(keys: Labels) -> Iterator[tuple[object, range]]:
+def _grouped(keys: Sequence[object]) -> Iterator[tuple[object, range]]:
     """Equal keys in a row, each with their indices."""
     start = 0
     for key, group in groupby(keys):
@@ -287,9 +306,12 @@ def _labels(events: Events) -> Labels:
     found: Labels = []
     for event in events:
         given = events[event.taken].operation if event.taken >= 0 else None
-        size = event.num_bytes if event.phase == BEFORE else 0  # tensors of one sort are told apart by it
-        found.append((event.operation, event.kind, event.stream, given, size))
+        found.append((event.operation, event.kind, event.stream, given))
     return found
+
+
+def _with_bytes(labels: Labels, events: Events) -> Labels:
+    return [(*label, event.num_bytes) for label, event in zip(labels, events, strict=True)]
 
 
 def _num_same(one: Labels, other: Labels) -> int:
