@@ -3,7 +3,7 @@
     make .venv-integrations/stamp
     OMP_NUM_THREADS=1 python -m benchmarks.plan_cost
 
-Runs ``tune-adaptive plan`` for configs from 1B to 405B on up to 512 ranks, and by ``--hf`` for two of their models.
+Runs ``tune-adaptive plan`` for configs from 1B to 405B on up to 512 ranks, and by ``--hf`` for models alike.
 Each plan is a program of its own that begins with an empty cache, and runs once more with what the first one left
 there. Prints a table and writes it to ``results/plan_cost_cpu.md``.
 """
@@ -44,6 +44,7 @@ _LLAMA = {
 }
 MODELS = {
     "Llama-3.1-8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    "Llama-32B": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64},  # sizes of Qwen2.5-32B
     "Llama-3.1-70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
 }
 HEAD_DIM = 128
