@@ -81,6 +81,7 @@ CASES = {
     ),
     "Trainer, weights in bfloat16": Case(trainer="transformers", keys=_BF16, sizes=(1, 2, 5)),
     "SFT, LoRA, DDP on 2 ranks": Case(keys=_LORA, ranks=2),
+    "SFT, LoRA, no checkpointing, DDP on 2 ranks": Case(keys=_LORA | {"gradient_checkpointing": False}, ranks=2),
     "SFT, DDP on 2 ranks": Case(keys=_BF16, ranks=2),
     "SFT, FSDP2 on 2 ranks": Case(keys={"fsdp": True}, ranks=2),
     "SFT, LoRA, FSDP2 on 2 ranks": Case(keys=_LORA | {"fsdp": True}, ranks=2),
