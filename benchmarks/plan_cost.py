@@ -122,8 +122,8 @@ def _report(rows: list[list[str]], load: float, seconds: float) -> None:
         "",
         "Seconds of the whole program, imports included, with an empty cache: of CPU time, and by the clock, which"
         " other load on the machine lengthens. *Again*: the same command once more, which finds the traced steps of a"
-        " config in its cache. Models of `--hf` train by the defaults of TRL's SFTTrainer: weights in float32, a copy on"
-        " each rank. The largest batch is with what a GPU adds by the defaults, for each length of rows.",
+        " config in its cache. Models of `--hf` train by the defaults of TRL's SFTTrainer: weights in float32, a copy"
+        " on each rank. The largest batch is with what a GPU adds by the defaults, for each length of rows.",
         "",
         *table(header, rows),
     ]

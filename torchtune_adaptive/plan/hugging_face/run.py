@@ -34,8 +34,8 @@ from torchtune_adaptive.plan.trace.fake_tensors import make_fake
 from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
 
-# How far reserved bytes of a trainer may be off, by benchmarks/results/trainer_accuracy_simulated.md. Under DDP the same
-# step reserved more in one run than in another.
+# How far reserved bytes of a trainer may be off, by benchmarks/results/trainer_accuracy_simulated.md. Under DDP the
+# same step reserved more in one run than in another.
 _UNCERTAINTY, _UNCERTAINTY_OF_DDP = 0.04, 0.12
 _OFFLOADED_BYTES = 1024  # of the smallest tensor that TRL offloads (trl/models/activation_offloading.py)
 # `max_length` of TRL's trainers by default; transformers' Trainer has none.
