@@ -126,9 +126,7 @@ def result_of(name: str, case: Case, tiny_dir: Path, directory: Path) -> Result:
     set_ups = SetUps(["--nproc_per_node", str(case.ranks)], recipe, cfg, case.samples, directory)
 
     def plan(values: Mapping[str, Any]) -> int | None:
-        return planned_rows(
-            DictConfig(resolved(set_ups.config(values))), case.ranks, set_ups.search_of(climb.best.words)
-        )
+        return planned_rows(set_ups.config(values), case.ranks, set_ups.search_of(climb.best.words))
 
     climb = Climb(set_ups.measure, plan, 60 * MINUTES)
     questions = questions_of(DictConfig(resolved(cfg)), recipe=recipe, ranks=case.ranks, kinds=KINDS)

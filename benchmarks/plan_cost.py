@@ -3,7 +3,7 @@
     make .venv-integrations/stamp
     OMP_NUM_THREADS=1 python -m benchmarks.plan_cost
 
-Runs ``tune-adaptive plan`` for configs from 1B to 405B on up to 512 ranks, and by ``--hf`` for models alike.
+Runs ``tune-adaptive plan`` for configs from 1B to 405B on up to 512 ranks, and by ``--hf`` for models of such sizes.
 Each plan is a program of its own that begins with an empty cache, and runs once more with what the first one left
 there. Prints a table and writes it to ``results/plan_cost_cpu.md``.
 """

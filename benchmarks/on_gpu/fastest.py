@@ -102,7 +102,8 @@ def _report(section: Section, climb: Climb) -> None:
     """Fill ``section`` with what was tried."""
     first, *_ = climb.outcomes
     section.text.extend(f"{one.words}: {one.why_not}." for one in climb.outcomes if one.why_not)
-    for own, timing in list(first.timings.items())[:1]:
+    if first.timings:
+        own, timing = next(iter(first.timings.items()))
         section.rows.append([first.words, own, f"{timing.rate:.0f}", "1.00", *[""] * (len(HEADER) - 4)])
     for one in (one for one in climb.outcomes if one.timings):
         speeds = [f"{one.timing.rate:.0f}", times(one, first)]

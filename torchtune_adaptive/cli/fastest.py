@@ -77,7 +77,7 @@ def run_fastest(arguments: Sequence[str]) -> None:
         return outcome
 
     def plan(values: Mapping[str, Any]) -> int | None:
-        return planned_rows(DictConfig(resolved(set_ups.config(values))), ranks, set_ups.search_of(climb.best.words))
+        return planned_rows(set_ups.config(values), ranks, set_ups.search_of(climb.best.words))
 
     climb = Climb(measure, plan, 60 * options.minutes)
     was_stopped = False
@@ -121,6 +121,7 @@ def planned_rows(cfg: DictConfig, ranks: int, search: Any) -> int | None:
     from torchtune_adaptive.plan.trace.cache import user_cache_folder
     from torchtune_adaptive.plan.trace.tracer import Tracer
 
+    cfg = DictConfig(resolved(cfg))
     OmegaConf.update(cfg, "adaptive.memory_limit", search.result.memory_limit_bytes)
     launch = ConfigLaunch(title="", cfg=cfg, card=Card(name=""), world_size=ranks, seq_lens=(search.seq_len,))
     try:

@@ -87,8 +87,9 @@ class Climb:
         If not one row fits as it is, what needs less memory is tried; if the config fails otherwise, nothing is. If the
         times of the best two vary, both are measured again, one right after the other, and that counts.
         """
-        self.outcomes.append(self.measure(AS_IT_IS, {}))
-        if not self.outcomes[0].timings and not self.outcomes[0].is_short_of_memory:
+        as_it_is = self.measure(AS_IT_IS, {})
+        self.outcomes.append(as_it_is)
+        if not as_it_is.timings and not as_it_is.is_short_of_memory:
             return
         for question in questions:
             base = self.best
@@ -123,7 +124,7 @@ class Climb:
         if not is_needed or (change.memory == "less" and not base.is_short_of_memory):
             return Outcome(words=words, values=values, why_not="not tried: memory is not short")
         if not base.timings and change.memory != "less":
-            return Outcome(words=words, values=values, why_not="not tried: it needs no less memory")
+            return Outcome(words=words, values=values, why_not="not tried: it would not save memory")
         if not self._has_time(max(one.seconds for one in self.outcomes)):
             return Outcome(words=words, values=values, why_not="not tried: no time left")
         planned = self.plan(values) if change.memory == "more" else None
@@ -141,7 +142,7 @@ def times(outcome: Outcome, as_it_is: Outcome) -> str:
 def summary(outcomes: Sequence[Outcome], best: Outcome) -> str:
     """A table of the config as it is and of each set-up with its fastest micro-batch; below it what was not timed.
 
-    At least one was timed.
+    At least one outcome has timings.
 
     >>> steps = {"4 rows": Timing((2.0,), 200), "512 tokens": Timing((1.0,), 200)}
     >>> as_it_is, other = Outcome(timings=steps, found=8), Outcome(words="compile", why_not="it failed")
@@ -153,13 +154,14 @@ def summary(outcomes: Sequence[Outcome], best: Outcome) -> str:
     <BLANKLINE>
     - compile: it failed
     """
-    timed = [one for one in outcomes if one.timings]
+    first, timed = outcomes[0], [one for one in outcomes if one.timings]
     rows = [["settings", "micro-batch", "tokens/s", "times", "peak", "rows that fit", "planned", "chosen"]]
-    for own, timing in list(outcomes[0].timings.items())[:1]:
+    if first.timings:
+        own, timing = next(iter(first.timings.items()))
         rows.append([AS_IT_IS, own, f"{timing.rate:.0f}", "1.00", "", "", "", ""])
     for one in timed:
         found, planned = ("" if number is None else str(number) for number in (one.found, one.planned))
-        figures = [f"{one.timing.rate:.0f}", times(one, outcomes[0]), format_bytes(one.peak_bytes)]
+        figures = [f"{one.timing.rate:.0f}", times(one, first), format_bytes(one.peak_bytes)]
         rows.append([one.words, one.micro_batch, *figures, found, planned, "yes" if one is best else ""])
     others = [f"- {one.words}: {one.why_not}" for one in outcomes if one not in timed]
     table = "\n".join(line.rstrip() for line in text_table(rows, num_names=1).splitlines())

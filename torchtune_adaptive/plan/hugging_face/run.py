@@ -145,14 +145,14 @@ class HuggingFaceRun:
         whole = self.model.num_layers
         if found is None:
             found = replace(self._traced(None, sizes=self._sizes()), traced_layers=(whole,) if whole else ())
-        numbers = self._num_parameters(None)  # those of a trace may be packed
-        return replace(found, num_layers=whole, num_parameters=numbers[0], num_trainable=numbers[1])
+        num_parameters, num_trainable = self._whole_parameters  # those of a trace may be packed
+        return replace(found, num_layers=whole, num_parameters=num_parameters, num_trainable=num_trainable)
 
     def _traced_with(self, first: int, second: int, third: int) -> TracedLoop | None:
         """The step, from models of these numbers of layers; None if the whole model's does not follow from theirs."""
         whole = self.model.num_layers
         periods = (whole - first) // (second - first)
-        one, two, numbers = map(self._num_parameters, (first, second, None))
+        one, two, numbers = self._num_parameters(first), self._num_parameters(second), self._whole_parameters
         # Layers beyond the third model may differ, as in a mixture of experts whose last layers are dense.
         if numbers != tuple(start + periods * (more - start) for start, more in zip(one, two, strict=True)):
             return None
@@ -174,6 +174,11 @@ class HuggingFaceRun:
         if not (step.follows(1) and step.follows(max(steps) + 1)):
             return None
         return replace(few, step=step, traced_layers=(first, second))
+
+    @cached_property
+    def _whole_parameters(self) -> tuple[int, int]:
+        """Parameters of the whole model, and those that are trained."""
+        return self._num_parameters(None)
 
     def _num_parameters(self, num_layers: int | None) -> tuple[int, int]:
         """Parameters of the model with so many layers, adapters included, and those that are trained."""

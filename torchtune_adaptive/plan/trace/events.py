@@ -202,7 +202,8 @@ class _Extension:
 def _runs(few: Events, more: Events) -> list[_Run] | None:
     """The runs of two steps; None if one is not the other with periods inserted.
 
-    Layers that take the same bytes are told apart by them. Where that fails bytes may differ, as in passes over rows.
+    A period repeats events with the same labels and bytes, as layers do. Where there is none, it repeats labels alone:
+    passes over rows differ in bytes.
     """
     labels = _labels(few), _labels(more)
     exact = _with_bytes(labels[0], few), _with_bytes(labels[1], more)
@@ -212,12 +213,15 @@ def _runs(few: Events, more: Events) -> list[_Run] | None:
         if not runs:
             return None
         found += runs
-    covered = sum(run.length for run in found), sum(run.length_with(1) for run in found)
-    return found if covered == (len(few), len(more)) else None
+    return found if _cover(found, len(few), len(more)) else None
 
 
 def _runs_of(labels: Sequence[tuple[Labels, Labels]], short: range, long: range) -> list[_Run]:
-    """The runs of two ranges of events by one of the labels: one, or some with a loop each; none if that fails."""
+    """The runs of two ranges of events: one, or several with a loop each; none if these do not cover the ranges.
+
+    Args:
+        labels: pairs of labels for both steps. For each run the first pair that fits counts; the last separates loops.
+    """
 
     def run(short: range, long: range) -> _Run | None:
         runs = (_run(_part_of(few, short), _part_of(more, long), short.start, long.start) for few, more in labels)
@@ -228,8 +232,12 @@ def _runs_of(labels: Sequence[tuple[Labels, Labels]], short: range, long: range)
     few, more = labels[-1]
     parts = _split(_part_of(few, short), _part_of(more, long))
     found = [one for part, longer in parts if (one := run(short[part], long[longer])) is not None]
-    covered = sum(one.length for one in found), sum(one.length_with(1) for one in found)
-    return found if covered == (len(short), len(long)) else []
+    return found if _cover(found, len(short), len(long)) else []
+
+
+def _cover(runs: list[_Run], few: int, more: int) -> bool:
+    """Whether the runs have so many events in the step with few and in that with more periods."""
+    return (sum(run.length for run in runs), sum(run.length_with(1) for run in runs)) == (few, more)
 
 
 def _part_of(labels: Labels, indices: range) -> Labels:

@@ -34,7 +34,7 @@ class MicroBatchLimit(ABC):
         return replace(self, size=size)
 
     def __str__(self) -> str:
-        return f"{self.size} {self.unit if self.size > 1 else self.unit[:-1]}"
+        return f"{self.size} {self.unit.removesuffix('s') if self.size == 1 else self.unit}"
 
 
 class RowLimit(MicroBatchLimit):
