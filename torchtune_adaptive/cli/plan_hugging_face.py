@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,9 +50,8 @@ def plan_model(arguments: Sequence[str]) -> None:
         asked = [require_integer(size_key, keys[size_key], minimum=1)]
     RunKeys.of(keys, Arguments.of(given.trainer))  # refuses keys before torch is imported
 
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of DDP are about a real run
     from torchtune_adaptive.plan.any_loop import LoopPlan, plan_of_loop  # torch takes seconds to import
-    from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
+    from torchtune_adaptive.plan.hugging_face.run import UNCERTAINTY, HuggingFaceRun
     from torchtune_adaptive.plan.hugging_face.ways import ways_to_fit
     from torchtune_adaptive.plan.show.as_json import plan_json
     from torchtune_adaptive.plan.show.text import plan_text
@@ -63,7 +61,7 @@ def plan_model(arguments: Sequence[str]) -> None:
             run.trace(),
             card,
             ranks=run.ranks,
-            overhead=replace(card.overhead(run.ranks, has_group=run.ranks > 1), uncertainty=run.uncertainty),
+            overhead=replace(card.overhead(run.ranks, has_group=run.ranks > 1), uncertainty=UNCERTAINTY),
             batch_sizes=batch_sizes,
             title=f"{given.hf}, samples of {run.seq_len} tokens",
             assumptions=run.assumptions,

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from torchtune_adaptive.plan.allocator import Block, CachingAllocator
-from torchtune_adaptive.plan.trace.events import BEFORE, Events
+from torchtune_adaptive.plan.trace.events import BEFORE, REBUILT, Events
 
 WORKSPACES = "workspaces"  # the kind of memory that libraries keep
 STATE, OPTIMIZER = "optimizer state", "optimizer"  # the kind of it, and the phase that makes it
@@ -38,8 +38,13 @@ class StepMemory:
 
     @property
     def allocated_bytes(self) -> int:
-        """The peak, see ``torch.cuda.max_memory_allocated``."""
-        return max(self.live_bytes)
+        """The peak of the step, see ``torch.cuda.max_memory_allocated``."""
+        return max(self.live_bytes[self._start :])
+
+    @cached_property
+    def _start(self) -> int:
+        """The event after which the step begins."""
+        return max(0, sum(event.phase == BEFORE for event in self.events) - 1)
 
     @cached_property
     def phases(self) -> dict[str, int]:
@@ -52,7 +57,8 @@ class StepMemory:
 
     def kinds(self, phase: str | None = None) -> dict[str, int]:
         """Bytes of each kind at the peak of the step, or of ``phase``."""
-        places = (index for index, event in enumerate(self.events) if phase in (None, event.phase))
+        during = range(self._start, len(self.events))
+        places = (index for index in during if phase in (None, self.events[index].phase))
         peak = max(places, key=self.live_bytes.__getitem__)
         found = {event.kind: 0 for event in self.events if event.kind}
         for event, change in zip(self.events[: peak + 1], self.changes, strict=False):
@@ -115,9 +121,10 @@ class _Process:
         self._events = events
         self._held: dict[int, Block] = {}  # by the event that took it
         self._num_before = sum(event.phase == BEFORE for event in events)
-        is_late = [not state_exists and event.kind == STATE for event in events[: self._num_before]]
-        self._run([index for index, late in enumerate(is_late) if not late])
-        self._late = [index for index, late in enumerate(is_late) if late]  # what the first step makes
+        before = range(self._num_before)
+        self._rebuilt = [index for index in before if events[index].operation == REBUILT]
+        self._late = [index for index in before if events[index].kind == STATE and not state_exists]
+        self._run(sorted({*before}.difference(self._rebuilt, self._late)))
 
     def step(self) -> None:
         """Run a step. Afterwards there is what was there before: a step replaces what it gives back of it."""
@@ -134,6 +141,8 @@ class _Process:
         for index in before:
             if index not in self._held:
                 self._held[index] = self.allocator.allocate(self._events[index].num_bytes, self._events[index].stream)
+        self._run(self._rebuilt)
+        self._rebuilt = []
 
     def _run(self, indices: Iterable[int]) -> None:
         allocator, held, changes = self.allocator, self._held, self.changes

@@ -81,8 +81,6 @@ def test_ranks_have_copies_with_buckets_of_gradients_or_parts_under_fsdp2(path: 
     assert bytes_of(copies, "other tensors") - bytes_of(one, "other tensors") == pytest.approx(4 * WEIGHTS, rel=0.02)
     assert bytes_of(parts, "parameters") == pytest.approx(bytes_of(one, "parameters") / 2, rel=0.05)
     assert parts.step.num_parameters == WEIGHTS
-    alone, under_ddp, under_fsdp = run_of(path), run_of(path, ranks=2), run_of(path, ranks=2, fsdp=True)
-    assert alone.uncertainty == under_fsdp.uncertainty < under_ddp.uncertainty
     offloaded = planned(path, ranks=2, fsdp=True, offloads=True)
     assert bytes_of(offloaded, "optimizer state") == 0 < bytes_of(parts, "optimizer state")
 

@@ -132,18 +132,30 @@ class LanguageModel:
         functional: Any = imported("bitsandbytes.functional", needed_for="weights in 4 bits")
         with _disable_current_modes():
             functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())  # it reads values
-        kind: Any = imported("bitsandbytes.nn", needed_for="weights in 4 bits").Linear4bit
-        for layer in (one for one in model.modules() if isinstance(one, kind)):
-            quantized: Any = layer
+        for quantized in _layers_in_4_bits(model):
             packed, state = functional.quantize_4bit(
                 torch.empty(quantized.out_features, quantized.in_features, dtype=self.dtype),
                 compress_statistics=self.keys.use_bnb_nested_quant,
                 quant_type=self.keys.bnb_4bit_quant_type,
-                quant_storage=getattr(torch, self.keys.bnb_4bit_quant_storage or "uint8"),
+                quant_storage=self._packed_dtype,
             )
             weight: Any = nn.Parameter(packed, requires_grad=False)
             weight.quant_state = quantized.quant_state = state
             quantized.weight = weight
+
+    def pack_without_scales(self, model: nn.Module) -> None:
+        """Give the weights of bitsandbytes' layers the size of packed ones, on the meta device."""
+        if not self.keys.load_in_4bit:
+            return
+        for quantized in _layers_in_4_bits(model):
+            num_values = -(-quantized.weight.numel() // (2 * self._packed_dtype.itemsize))
+            packed = torch.empty(num_values, 1, dtype=self._packed_dtype, device="meta")
+            quantized.weight = nn.Parameter(packed, requires_grad=False)
+
+    @property
+    def _packed_dtype(self) -> torch.dtype:
+        """The type of tensors that hold weights of 4 bits."""
+        return getattr(torch, self.keys.bnb_4bit_quant_storage or "uint8")
 
     def _quantize(self, transformers: Any, model: Any) -> None:
         """Let bitsandbytes' layers take the place of linear ones. ``pack`` packs their weights."""
@@ -161,6 +173,11 @@ class LanguageModel:
         quantizer.preprocess_model(model=model, device_map=None)
         quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
+
+
+def _layers_in_4_bits(model: nn.Module) -> list[Any]:
+    kind: Any = imported("bitsandbytes.nn", needed_for="weights in 4 bits").Linear4bit
+    return [one for one in model.modules() if isinstance(one, kind)]
 
 
 @contextmanager

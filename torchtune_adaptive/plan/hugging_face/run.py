@@ -19,9 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import distributed
 
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.errors import InputError, reason_of, require_integer
@@ -29,14 +27,13 @@ from torchtune_adaptive.output import quietly
 from torchtune_adaptive.plan.hugging_face.kernels import tokens_of_a_tile, trl_as_on_cuda
 from torchtune_adaptive.plan.hugging_face.keys import NOT_OF_A_STEP, Arguments, RunKeys, TrainerClasses, imported
 from torchtune_adaptive.plan.hugging_face.model import LanguageModel, unpacked
+from torchtune_adaptive.plan.hugging_face.replicas import not_replicated, setup_of_replicas
 from torchtune_adaptive.plan.trace.events import extended, with_bytes_of
 from torchtune_adaptive.plan.trace.fake_tensors import make_fake
 from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
 
-# How far reserved bytes of a trainer may be off, by benchmarks/results/trainer_accuracy_simulated.md. Under DDP the
-# same step reserved more in one run than in another.
-_UNCERTAINTY, _UNCERTAINTY_OF_DDP = 0.04, 0.12
+UNCERTAINTY = 0.04  # of reserved bytes, by benchmarks/results/trainer_accuracy_simulated.md
 _OFFLOADED_BYTES = 1024  # of the smallest tensor that TRL offloads (trl/models/activation_offloading.py)
 # `max_length` of TRL's trainers by default; transformers' Trainer has none.
 _USUAL_LENGTHS = MappingProxyType({"sft": 1024, "dpo": 1024, "transformers": 4096})
@@ -122,11 +119,6 @@ class HuggingFaceRun:
         return f"Assumed: {'; '.join(parts)}; all else as its arguments say, and rows of {self.seq_len} tokens."
 
     @property
-    def uncertainty(self) -> float:
-        """How far reserved bytes may be off, as a fraction."""
-        return _UNCERTAINTY if self.ranks == 1 or self.run_keys.training.get("fsdp") else _UNCERTAINTY_OF_DDP
-
-    @property
     def checkpoints(self) -> bool:
         """Whether activations are recomputed: by default of TRL's trainers, not of the Trainer."""
         keys = self.run_keys.training
@@ -182,10 +174,20 @@ class HuggingFaceRun:
 
     def _num_parameters(self, num_layers: int | None) -> tuple[int, int]:
         """Parameters of the model with so many layers, adapters included, and those that are trained."""
-        with quietly(), unpacked(), _without_torchao(), torch.device("meta"):
-            model = self.with_adapters(self.model.build(num_layers))
-        parameters = list(model.parameters())
+        parameters = list(self._built(num_layers).parameters())
         return sum(one.numel() for one in parameters), sum(one.numel() for one in parameters if one.requires_grad)
+
+    def _built(self, num_layers: int | None) -> nn.Module:
+        """The model with so many layers and its adapters, without memory. Weights of 4 bits are not packed."""
+        with quietly(), unpacked(), _without_torchao(), torch.device("meta"):
+            return self.with_adapters(self.model.build(num_layers))
+
+    @cached_property
+    def _whole_packed(self) -> nn.Module:
+        """The whole model, with weights of 4 bits packed."""
+        model = self._built(None)
+        self.model.pack_without_scales(model)
+        return model
 
     @property
     def adapters(self) -> Any:
@@ -243,7 +245,10 @@ class HuggingFaceRun:
                 keeps_on_host=training.keeps_on_host,
                 shows_progress=True,
             )
-        return replace(traced, step=replace(traced.step, state_exists=False))  # a trainer's first step makes it
+        replicas = training.options_of_ddp
+        setup = () if replicas is None else setup_of_replicas(self._whole_packed, replicas)
+        step = replace(traced.step, state_exists=False, setup=setup)  # a trainer's first step makes the state
+        return replace(traced, step=step)
 
     @contextmanager
     def _training(self, num_layers: int | None) -> Iterator["_Training"]:
@@ -283,6 +288,7 @@ class _Training:
 
     Attributes:
         keeps_on_host: parameters, gradients and optimizer state are in host memory between their uses.
+        options_of_ddp: that DDP would be given, once the model is built; None if it is not used.
     """
 
     def __init__(self, run: HuggingFaceRun, num_layers: int | None, folder: str) -> None:
@@ -291,6 +297,7 @@ class _Training:
         self._folder = folder
         fsdp: Any = run.run_keys.training.get("fsdp_config") or {}
         self.keeps_on_host = bool(fsdp.get("cpu_offload", fsdp.get("fsdp_cpu_offload")))
+        self.options_of_ddp: dict[str, Any] | None = None
         self._precomputes = False
         self._reference: Any = None
         self._trainer: Any = None
@@ -322,8 +329,10 @@ class _Training:
         self._trainer.model.train()
         if self._trainer.is_fsdp_enabled:
             self._wrapped = _sharded(accelerator, self._trainer.model)
-        elif run.ranks == 1:
-            self._wrapped = accelerator.prepare_model(self._trainer.model)
+        else:
+            with not_replicated() as options:
+                self._wrapped = accelerator.prepare_model(self._trainer.model)
+            self.options_of_ddp = options if run.ranks > 1 else None
         return self._trainer.model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -332,8 +341,6 @@ class _Training:
         self._run.model.pack(model)
         if self._reference is not None:
             make_fake(self._reference)
-        if self._wrapped is None:
-            self._wrapped = _replicated(trainer.accelerator, model)
         trainer.get_optimizer_cls_and_kwargs = functools.partial(_optimizer_kind, trainer.get_optimizer_cls_and_kwargs)
         try:
             trainer.create_optimizer()
@@ -445,50 +452,6 @@ def _sharded(accelerator: Any, model: nn.Module) -> nn.Module:
     if plugin.activation_checkpointing:
         model = utilities.fsdp2_apply_ac(accelerator, model)
     return utilities.fsdp2_prepare_model(accelerator, model)
-
-
-def _replicated(accelerator: Any, model: nn.Module) -> nn.Module:
-    """The fake model of one of several ranks, wrapped by DDP, which reduces gradients in place.
-
-    All gradients are in one bucket: several take as much memory, but follow no pattern of layers.
-    """
-    handler = imported("accelerate", needed_for="DDP").DistributedDataParallelKwargs
-    accelerator.ddp_handler = accelerator.ddp_handler or handler()
-    accelerator.ddp_handler.bucket_cap_mb = 2**30
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, {"ACCELERATE_BYPASS_DEVICE_MAP": "true"}))  # it is on the CPU
-        for name in ("_sync_module_states", "_verify_param_shape_across_processes"):  # they need values
-            stack.enter_context(mock.patch.object(distributed, name, _nothing))
-        wrapped = accelerator.prepare_model(model, device_placement=False)
-    wrapped.register_comm_hook(None, _reduced_in_place)
-    wrapped.reducer = _Reducer(wrapped.reducer)
-    return wrapped
-
-
-class _Reducer:
-    """DDP's reducer without its second choice of buckets, which needs values."""
-
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
-
-
-def _nothing(*_: object, **__: object) -> None:
-    return None
-
-
-def _reduced_in_place(
-    _: object,
-    bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
-) -> torch.futures.Future[torch.Tensor]:
-    reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    reduced.set_result(bucket.buffer())
-    return reduced
 
 
 def _optimizer_kind(

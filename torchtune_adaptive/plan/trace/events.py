@@ -9,6 +9,8 @@ from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 BEFORE = ""  # the phase of what exists before the step
+REBUILT = "rebuilt"  # the name of what changes once, before the second step
+WEIGHTS = ("parameters", "frozen models")  # kinds of memory
 _SAME_AFTER_LOOP = 8  # events, before which another loop may not begin
 
 
@@ -55,6 +57,17 @@ class _Run(NamedTuple):
     def length_with(self, periods: int) -> int:
         """Its events with so many periods more than few."""
         return self.length + periods * self.period
+
+
+def with_setup(events: Events, setup: Events) -> Events:
+    """The events of a step, with those of a set-up after the weights."""
+    place = sum(event.phase == BEFORE and event.kind in WEIGHTS for event in events)
+
+    def moved(event: Event, places: int) -> Event:
+        return event._replace(taken=event.taken + places) if event.taken >= 0 else event
+
+    later = (moved(event, len(setup) if event.taken >= place else 0) for event in events[place:])
+    return (*events[:place], *(moved(event, place) for event in setup), *later)
 
 
 def extended(few: Events, more: Events, periods: int) -> Events | None:

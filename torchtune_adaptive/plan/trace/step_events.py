@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.host_memory import HostFigures
-from torchtune_adaptive.plan.trace.events import Event, Events, extended
+from torchtune_adaptive.plan.trace.events import Event, Events, extended, with_setup
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,14 @@ class StepEvents:
             each step: the events with all layers; or with few, and with a period of layers more.
         periods: of layers that the whole model has more than the first of the traced ones.
         state_exists: the optimizer's state is there before the first step, as after a search.
+        setup: what is taken and given back once the weights are there, before the first step or the second.
     """
 
     seq_len: int
     traced: Mapping[int, tuple[Events, ...]]
     periods: int = 0
     state_exists: bool = True
+    setup: Events = ()
     _found: dict[int, Events] = field(default_factory=dict, init=False, repr=False, compare=False)  # of the traced rows
 
     def at(self, batch_size: int) -> Events:
@@ -41,7 +43,7 @@ class StepEvents:
                 f"A batch of {batch_size} cannot be planned: its memory does not follow from that of {small} and"
                 f" {large}."
             )
-        return whole
+        return with_setup(whole, self.setup)
 
     def follows(self, batch_size: int) -> bool:
         """Whether the step of ``batch_size`` rows follows from those that were traced."""
