@@ -12,7 +12,7 @@ from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
-from torchtune_adaptive.engine.memory.timeline import CurvedForecast, Forecast, Timeline
+from torchtune_adaptive.engine.memory.timeline import Forecast, Timeline
 from torchtune_adaptive.engine.recovery.columns import copied, leaves, was_changed
 from torchtune_adaptive.engine.search.strategies import FAILURES, NO_BOUND, SMALL_BATCH_SIZES, Probe
 from torchtune_adaptive.errors import InputError
@@ -169,7 +169,9 @@ class Prober:
             tried, peak_bytes = max(self._fitted_bytes().items())
             forecast_bytes = forecast.peak_bytes(tried)
             # What the allocator takes beyond the forecast grows in proportion.
-            mine = forecast.largest_batch_size(limit_bytes * forecast_bytes / max(peak_bytes, forecast_bytes))
+            mine = forecast.largest_batch_size(
+                limit_bytes * forecast_bytes / max(peak_bytes, forecast_bytes), fitted=tried
+            )
         largest = self._consensus.min_over_ranks(NO_BOUND if mine is None else mine)
         return largest if largest < NO_BOUND else None
 
@@ -181,7 +183,7 @@ class Prober:
         forecast, missed_bytes = self._corrected_forecast(fitted)
         crossing = None
         if forecast is not None and self._meter.limit_bytes is not None:
-            crossing = forecast.crossing(self._meter.limit_bytes - missed_bytes)
+            crossing = forecast.crossing(self._meter.limit_bytes - missed_bytes, fitted=fitted)
         crossings = [one for one in self._consensus.from_all_ranks(crossing) if one is not None]
         if len(crossings) < self._consensus.world_size:
             return None
@@ -195,7 +197,7 @@ class Prober:
         sizes = sorted({fitted + 1, *(probe.batch_size for probe in self.probes)})
         return tuple((size, round(forecast.peak_bytes(size) + missed_bytes)) for size in sizes)
 
-    def _corrected_forecast(self, fitted: int) -> tuple[Forecast | CurvedForecast | None, float]:
+    def _corrected_forecast(self, fitted: int) -> tuple[Forecast | None, float]:
         """This rank's forecast, and how many bytes the probe of ``fitted`` rows took more than it says."""
         forecast = self._forecast()
         peak_bytes = next((probe.peak_bytes for probe in self.probes if probe.batch_size == fitted), None)
@@ -218,7 +220,7 @@ class Prober:
     def _has_timelines(self) -> bool:
         return self._timelines.keys() >= set(SMALL_BATCH_SIZES)
 
-    def _forecast(self) -> Forecast | CurvedForecast | None:
+    def _forecast(self) -> Forecast | None:
         """The forecast that the search goes by; None without one."""
         return self._curves() if self._is_curved else self._lines()
 
@@ -226,15 +228,15 @@ class Prober:
         if not self._has_timelines():
             return None
         small, large = (self._timelines[batch_size] for batch_size in SMALL_BATCH_SIZES)
-        return Forecast.from_timelines(small, large)
+        return Forecast.along_lines(small, large)
 
-    def _curves(self) -> CurvedForecast | None:
+    def _curves(self) -> Forecast | None:
         """The forecast by all steps that fitted: by their operations, or if these differ, by their peaks alone."""
         fitted = self._fitted_bytes()
         forecast = None
         if fitted.keys() <= self._timelines.keys():
-            forecast = CurvedForecast.from_timelines(self._timelines[size] for size in fitted)
-        return forecast or CurvedForecast.from_timelines(
+            forecast = Forecast.along_curves(self._timelines[size] for size in fitted)
+        return forecast or Forecast.along_curves(
             Timeline(size, ("step",), (peak_bytes,)) for size, peak_bytes in fitted.items()
         )
 
@@ -253,7 +255,7 @@ class Prober:
         start = (small_bytes, missed_bytes[small]) if tried_bytes > small_bytes else (0.0, 0.0)
         slope = max((missed_bytes[tried] - start[1]) / (tried_bytes - start[0]), 0.0)
         largest = forecast.largest_batch_size(
-            (self._meter.limit_bytes - missed_bytes[tried] + slope * tried_bytes) / (1 + slope)
+            (self._meter.limit_bytes - missed_bytes[tried] + slope * tried_bytes) / (1 + slope), fitted=tried
         )
         expected = (missed_bytes[small] * growth for growth in (1, tried_bytes / small_bytes))
         drift_bytes = min(abs(missed_bytes[tried] - one) for one in expected)
