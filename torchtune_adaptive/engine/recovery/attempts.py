@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, TypeVar
 
-import torch
-
 from torchtune_adaptive.engine.distributed.fsdp_state import (
     KeptSettings,
     drop_forward_passes,
@@ -25,6 +23,7 @@ from torchtune_adaptive.engine.distributed.functional_collectives import wait_fo
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CollectiveStateUnknownError, Ledger
 from torchtune_adaptive.engine.distributed.snapshot import BufferPlace, KeptBuffers, RandomStates
 from torchtune_adaptive.engine.loop import Loop, sum_of_results
+from torchtune_adaptive.engine.memory.devices import wait_for
 from torchtune_adaptive.engine.memory.out_of_memory import (
     comes_from_out_of_memory,
     errors_behind,
@@ -181,13 +180,11 @@ class Recovery:
 
     def _clean(self) -> None:
         """Undo everything that the failed step left. Must be called outside of any ``except`` block."""
-        device = self._loop.device
         self._loop.release()
-        if device.type != "cpu":  # running collectives may use this memory; peers issue them too, so they end
-            torch.get_device_module(device).synchronize(device)
+        wait_for(self._loop.device)  # running collectives may use this memory; peers issue them too, so they end
         reset_after_failure(self._loop.model)
         self._settings.restore()
-        free_memory(device)
+        free_memory(self._loop.device)
 
     def _replay_rest(self, micro_step: Callable[[], object], error: str) -> None:
         """Issue the collectives of ``micro_step`` that this rank has not issued, for which its peers wait."""

@@ -132,7 +132,6 @@ class Slices:
         return largest > 1
 
     def grow(self) -> bool:
-        """Double a size that was halved, up to the one before. Returns whether it is whole again."""
         self.size = min(2 * self.size, self.whole_size)
         return self.size == self.whole_size
 
@@ -145,11 +144,9 @@ class Slices:
         return [alone] if pair is None else [[*alone, take(samples, [one, other])], alone]
 
     def num_to_try(self, samples: Any) -> int:
-        """From how many samples a trial can choose two; 0 if micro-batches are single samples."""
         return num_samples(samples) if self.whole_size > 1 else 0
 
     def is_whole(self, samples: Any) -> bool:
-        """Whether all samples are one micro-batch."""
         return num_samples(samples) <= self.size
 
     def scale_by(self, factor: float) -> bool:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchtune_adaptive.engine.compiled import compile_each_size
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
-from torchtune_adaptive.engine.loop import Loop, sum_of_results
+from torchtune_adaptive.engine.loop import Loop, compile_each_size, sum_of_results
 from torchtune_adaptive.engine.memory.devices import computing_device, optimizers_of
 from torchtune_adaptive.engine.optimizers import optimizers_within
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery

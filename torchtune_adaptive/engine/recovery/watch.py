@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.memory.devices import check_limit, describe_peak, meter_for
+from torchtune_adaptive.engine.memory.devices import check_limit, describe_peak, meter_of_run
 from torchtune_adaptive.engine.memory.meter import MemoryMeter, device_memory_bytes
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import Attempt, MemoryPressure
@@ -136,12 +136,11 @@ class PressureWatch:
         Raises:
             InputError: the device is neither the CPU nor CUDA, or the limit is above its memory.
         """
-        meter = None
         device_memory_bytes(device)  # refuses other devices
         if limit_bytes is not None:
             check_limit(limit_bytes, device)
-        if limit_bytes is not None or device.type == "cuda":
-            meter = meter_for(device, model, optimizers, exact=False)
+        meter = meter_of_run([model], optimizers, device, limit_bytes)
+        if meter is not None:
             meter.limit_bytes = limit_bytes
         return cls(Consensus.of(model, process_group), meter, Phases([model], meter))
 

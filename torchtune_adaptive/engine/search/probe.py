@@ -2,18 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
-
-import torch
 
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.loop import Loop
+from torchtune_adaptive.engine.memory.devices import wait_for
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.timeline import Forecast, Timeline
-from torchtune_adaptive.engine.recovery.columns import copied, leaves, was_changed
+from torchtune_adaptive.engine.recovery.columns import copied, leaves, named_values, was_changed
 from torchtune_adaptive.engine.search.strategies import FAILURES, NO_BOUND, SMALL_BATCH_SIZES, Probe
 from torchtune_adaptive.errors import InputError
 
@@ -61,16 +59,13 @@ def _lengths(value: Any, *place: object) -> Iterator[tuple[tuple[object, ...], A
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):
         yield from (((*place, "dimension", number), size) for number, size in enumerate(shape))
-    elif isinstance(value, Mapping):
-        for key in value:
-            yield from _lengths(value[key], *place, key)
+    elif (named := named_values(value)) is not None:
+        for name, one in named:
+            yield from _lengths(one, *place, name)
     elif isinstance(value, list | tuple):
         yield (*place, "length"), len(value)
         for index, one in enumerate(value[:_MOST_ITEMS]):
             yield from _lengths(one, *place, index)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _lengths(getattr(value, field.name, None), *place, field.name)
     else:
         yield (*place, "value"), repr(value) if isinstance(value, str | bytes | int | float | None) else object()
 
@@ -271,8 +266,7 @@ class Prober:
             self._meter.start_timeline()
         settings = KeptSettings(fsdp_states(self._loop.model))
         outcome = run_or_abort_together(lambda: self._step(batch_size), self._consensus)
-        if self._loop.device.type == "cuda":
-            torch.cuda.synchronize(self._loop.device)
+        wait_for(self._loop.device)
         if timeline:
             recorded = self._meter.stop_timeline(batch_size)
             if outcome is Outcome.DONE:
