@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,14 +82,14 @@ class Loop:
                 " the model again, and leave this update out of the step."
             )
 
-    def create_states(self, meter: MemoryMeter) -> bool:
-        """Create the state that optimizers lack. A collective.
+    def create_states(self, context: AbstractContextManager[Any]) -> bool:
+        """Create the state of Adam and AdamW, if it is not there, within ``context``. A collective.
 
         Returns whether it fits; otherwise a part of it may be left.
         """
 
         def create() -> None:
-            with meter:
+            with context:
                 for optimizer in self.optimizers:
                     allocate_state(optimizer)
 

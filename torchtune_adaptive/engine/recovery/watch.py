@@ -23,7 +23,6 @@ from torchtune_adaptive.text import count_text, ranks_text
 
 log = logging.getLogger(__name__)
 
-_LONGEST_LIST = 3  # different figures of ranks in a message
 _LONGEST_ERROR_CHARS = 200
 _MOST_LINES = 10  # for events of one kind, before only every tenth gets a line
 
@@ -207,11 +206,6 @@ class PressureWatch:
         pressure = attempt.pressure or MemoryPressure.THRASHING
         slowdown = None if is_out else self._pace.slowdown(before)
         return MemoryEvent(step, pressure, tuple(ranks), phase, figures, error, before, after, unit, slowdown=slowdown)
-
-    def figures(self) -> str:
-        """Peaks and limits of the ranks as text, without duplicates. A collective."""
-        figures = self.consensus.from_all_ranks(describe_peak(self.meter))
-        return "; ".join(list(dict.fromkeys(figures))[:_LONGEST_LIST])
 
     def log(self, event: MemoryEvent) -> None:
         """Log ``event`` on the first rank only, as a warning if it was a shortage of memory."""
