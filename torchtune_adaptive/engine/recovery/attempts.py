@@ -137,7 +137,7 @@ class Recovery:
                     "Micro-steps no longer issue the collectives of the dry run: an out-of-memory error will now end"
                     ' the run. Pass `reduce="last"` instead of calling `set_requires_gradient_sync(False)`.'
                 )
-        own = attempt.error is not None, attempt.has_fitted, self._ledger.has_unused
+        own = attempt.error is not None, attempt.has_fitted, bool(self._ledger.unused)
         is_out, has_fitted, has_unused, *attempt.largest = self._consensus.begin_max(*map(int, own), *numbers)()
         attempt.has_fitted = bool(has_fitted)
         if is_out:

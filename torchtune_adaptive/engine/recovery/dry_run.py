@@ -115,6 +115,7 @@ def dry_run(
     ledger = _attached_ledger(loop, reduces_once=reduces_once)
     run = partial(_run, loop, ledger)
     new_trial = partial(Trial, loop, has_earlier=ledger.reduces_once, compares_results=compares_results)
+    # A micro-step may change parameters in a way that no operation of torch shows.
     unchanged = UnchangedParameters(loop.model, are_trained=True) if is_trial else None
     with ExitStack() as without_recovery, kept_modes(loop.model):
         without_recovery.callback(ledger.detach)
@@ -135,7 +136,8 @@ def dry_run(
                 again = new_trial(seed=1)
                 run(micro_steps[:1], keeps_gradients=False, trial=again)
                 verdict = verdict if trial.is_like(again, consensus) else Verdict(is_random=True)
-            _check_unchanged(unchanged, consensus)
+            if changed := consensus.first_reason("" if unchanged is None else unchanged.first_changed()):
+                raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")
             without_recovery.pop_all()
             ledger.expected = found.expected
             return DryRun(Recovery(loop, ledger=ledger, buffers=found.buffers), verdict, found.used)
@@ -143,12 +145,6 @@ def dry_run(
         f"not even one row fits: its forward or backward pass ran out of memory ({_figures(loop)});"
         f" {NOTHING_FITS_ADVICE}."
     )
-
-
-def _check_unchanged(parameters: UnchangedParameters | None, consensus: Consensus) -> None:
-    """Check that micro-steps have not changed parameters in a way that no operation of torch shows. A collective."""
-    if changed := consensus.first_reason("" if parameters is None else parameters.first_changed()):
-        raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")
 
 
 class _Recorded(NamedTuple):

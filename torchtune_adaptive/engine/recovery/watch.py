@@ -163,7 +163,8 @@ class PressureWatch:
         So it includes what the program does between steps, such as loading data. The first step of each size is not
         timed: the allocator frees its cache for the new sizes.
         """
-        now_ns, retries = perf_counter_ns(), self._retries()
+        now_ns = perf_counter_ns()
+        retries = self.meter.total_retries if self.meter is not None and self._counts_retries else 0
         self.last_step = (0, 0, 0)
         if self._is_timed:
             self.last_step = (now_ns - self._began_ns, retries - self._retries_before, self._work)
@@ -211,7 +212,3 @@ class PressureWatch:
         """Log ``event`` on the first rank only, as a warning if it was a shortage of memory."""
         if self.consensus.rank == 0 and event.is_logged:
             log.log(logging.WARNING if event.pressure else logging.INFO, "%s", event)
-
-    def _retries(self) -> int:
-        """How often the allocator has freed its cache to make an allocation possible, since the process began."""
-        return self.meter.total_retries if self.meter is not None and self._counts_retries else 0

@@ -141,7 +141,8 @@ class Prober:
         fitted tell how much more than that the allocator takes. The next size is tried too if this neither stays nor
         grows in proportion.
         """
-        if self._consensus.any_rank(self._must_trace_again()):
+        # The first step at a size may compile kernels.
+        if self._consensus.any_rank(not self._has_traced_again and self._operations_differ()):
             self._has_traced_again = True
             for batch_size in self._timeline_sizes:
                 self.fits(batch_size)
@@ -202,28 +203,23 @@ class Prober:
 
     def _explain_missing_forecast(self) -> None:
         """Log once why a forecast from the two recorded steps is not possible."""
-        if self._has_timelines() and self._lines() is None and not self._has_explained:
+        if self._operations_differ() and not self._has_explained:
             self._has_explained = True
             if self._consensus.rank == 0:
                 sizes = " and ".join(map(str, self._timeline_sizes))
                 log.warning(f"Steps of {sizes} rows ran different operations: the forecast goes by their peaks alone.")
 
-    def _must_trace_again(self) -> bool:
-        """Whether the small sizes ran different operations, only once: the first step at a size may compile kernels."""
-        return self._has_timelines() and not self._has_traced_again and self._lines() is None
-
-    def _has_timelines(self) -> bool:
-        return self._timelines.keys() >= set(SMALL_BATCH_SIZES)
+    def _operations_differ(self) -> bool:
+        """Whether the small sizes have run different operations."""
+        return self._timelines.keys() >= set(SMALL_BATCH_SIZES) and self._lines() is None
 
     def _forecast(self) -> Forecast | None:
         """The forecast that the search goes by; None without one."""
         return self._curves() if self._is_curved else self._lines()
 
     def _lines(self) -> Forecast | None:
-        if not self._has_timelines():
-            return None
-        small, large = (self._timelines[batch_size] for batch_size in SMALL_BATCH_SIZES)
-        return Forecast.along_lines(small, large)
+        recorded = [self._timelines[size] for size in SMALL_BATCH_SIZES if size in self._timelines]
+        return Forecast.along_lines(*recorded) if len(recorded) == len(SMALL_BATCH_SIZES) else None
 
     def _curves(self) -> Forecast | None:
         """The forecast by all steps that fitted: by their operations, or if these differ, by their peaks alone."""
