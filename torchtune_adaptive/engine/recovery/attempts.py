@@ -13,12 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, TypeVar
 
-from torchtune_adaptive.engine.distributed.fsdp_state import (
-    KeptSettings,
-    drop_forward_passes,
-    fsdp_states,
-    reset_after_failure,
-)
+from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, drop_forward_passes, fsdp_states
 from torchtune_adaptive.engine.distributed.functional_collectives import wait_for_unused_results
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CollectiveStateUnknownError, Ledger
 from torchtune_adaptive.engine.distributed.snapshot import BufferPlace, KeptBuffers, RandomStates
@@ -27,7 +22,6 @@ from torchtune_adaptive.engine.memory.devices import wait_for
 from torchtune_adaptive.engine.memory.out_of_memory import (
     comes_from_out_of_memory,
     errors_behind,
-    free_memory,
     is_out_of_memory,
     is_out_of_memory_in_collective,
 )
@@ -180,11 +174,9 @@ class Recovery:
 
     def _clean(self) -> None:
         """Undo everything that the failed step left. Must be called outside of any ``except`` block."""
-        self._loop.release()
-        wait_for(self._loop.device)  # running collectives may use this memory; peers issue them too, so they end
-        reset_after_failure(self._loop.model)
+        wait_for(self._loop.device)  # running collectives may use its memory; peers issue them too, so they end
+        self._loop.clean_up()
         self._settings.restore()
-        free_memory(self._loop.device)
 
     def _replay_rest(self, micro_step: Callable[[], object], error: str) -> None:
         """Issue the collectives of ``micro_step`` that this rank has not issued, for which its peers wait."""
