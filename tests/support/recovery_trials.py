@@ -27,14 +27,13 @@ from tests.support.toys import loop_of
 from torchtune_adaptive.engine.distributed import ddp_ledger
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import param_groups
-from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure, Recovery
 from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.engine.recovery.dry_run import dry_run
 from torchtune_adaptive.engine.recovery.micro_batches import Slices
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
-from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
+from torchtune_adaptive.engine.recovery.watch import MemoryEvent
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 
 CPU = torch.device("cpu")
@@ -119,8 +118,7 @@ class Trials:
     def recovery(self) -> Recovery:
         """The recovery of such a step, for tests of its parts; never use both. Its first use is a collective."""
         micro_steps = [partial(self.micro_step, self.windows[0][0][:rows]) for rows in (1, ROWS)]
-        watch = PressureWatch(self.consensus, None, Phases([], None))
-        return dry_run(loop_of(self.model, self.consensus), [micro_steps], watch=watch).recovery
+        return dry_run(loop_of(self.model, self.consensus), [micro_steps]).recovery
 
     def _model(self) -> Any:
         torch.manual_seed(0)

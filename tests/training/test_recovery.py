@@ -75,17 +75,16 @@ class Toy:
             meter=meter,
         )
         self.micro_batches = MicroBatcher(limit, TokenRows(-100), consensus, ROWS)
-        self.watch = PressureWatch(consensus, meter, phases)
         self.recoverable = RecoverableStep(
             self.model,
             self.step.micro_step,
             micro_batch_size=self.micro_batches,
             optimizer=self.optimizer,
             on_event=self.events.append,
-            watch=self.watch,
+            watch=PressureWatch(consensus, meter, phases),
         )
         loop = self.step.loop(consensus)
-        prepare_recovery(self.recoverable, loop, self.watch, ROWS, is_wanted=recovers, why_not=why_not)
+        prepare_recovery(self.recoverable, loop, ROWS, is_wanted=recovers, why_not=why_not)
         self.cuts.clear()
 
     def _objective(self, batch: torch.Tensor) -> Loss:

@@ -183,19 +183,17 @@ class Toy:
         )
         limit = self.sizes.limit(self.loader.rows_per_micro_step)
         self.micro_batches = MicroBatcher(limit, TokenRows(-100), Consensus(), self.dataset)
-        watch = PressureWatch(Consensus(), self.meter, phases)
         self.recoverable = RecoverableStep(
             self.model,
             self.step.micro_step,
             micro_batch_size=self.micro_batches,
             optimizer=self.optimizer,
-            watch=watch,
+            watch=PressureWatch(Consensus(), self.meter, phases),
             steps_done=self.steps_done,
         )
         prepare_recovery(
             self.recoverable,
             self.step.loop(Consensus()),
-            watch,
             rows_of(1, 2, lengths=(2, 3)),
             is_wanted=self.recovers,
             why_not="",

@@ -2,14 +2,13 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchtune_adaptive.engine.compiled import compile_each_size
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import reset_after_failure
 from torchtune_adaptive.engine.distributed.snapshot import UnchangedParameters, restore_on_exit
@@ -20,6 +19,8 @@ from torchtune_adaptive.engine.memory.out_of_memory import free_memory, only_new
 from torchtune_adaptive.engine.optimizers import without_step_hooks
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
 from torchtune_adaptive.errors import InputError, quote
+
+_COMPILED_SHAPES = 256  # more would have no effect: it is torch's `accumulated_recompile_limit`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +82,14 @@ class Loop:
                 " the model again, and leave this update out of the step."
             )
 
-    def create_states(self, meter: MemoryMeter) -> bool:
-        """Create the state that optimizers lack. A collective.
+    def create_states(self, context: AbstractContextManager[Any]) -> bool:
+        """Create the state of Adam and AdamW, if it is not there, within ``context``. A collective.
 
         Returns whether it fits; otherwise a part of it may be left.
         """
 
         def create() -> None:
-            with meter:
+            with context:
                 for optimizer in self.optimizers:
                     allocate_state(optimizer)
 
@@ -99,6 +100,23 @@ class Loop:
         self.release()
         reset_after_failure(self.model)
         free_memory(self.device)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a module of ``model`` was compiled, in place or as a whole."""
+    return any(one._compiled_call_impl is not None or hasattr(one, "_orig_mod") for one in model.modules())
+
+
+def compile_each_size() -> None:
+    """Let torch compile a function for 256 shapes; after 8 it would compile it for no other.
+
+    Flex attention, and whatever is compiled with ``dynamic=False``, is compiled anew for each size of a batch, with
+    LoRA even twice. Where flex attention is not compiled, it is several times slower and holds the scores of all pairs
+    of tokens. The setting is torch's, for the whole process; a larger one is kept.
+    """
+    from torch._dynamo import config  # which takes a second to import
+
+    config.recompile_limit = max(config.recompile_limit, _COMPILED_SHAPES)
 
 
 def sum_of_results(one: Any, other: Any) -> Any:

@@ -237,7 +237,6 @@ def _make_recoverable(
     start: StartingPoint,
 ) -> RecoverableStep[Loss]:
     """What runs micro-steps, prepared for out-of-memory errors while memory is free. A collective."""
-    watch = PressureWatch(loop.consensus, loop.meter, parts.step.phases)
     recoverable = RecoverableStep(
         loop.model,
         loop.micro_step,
@@ -245,13 +244,13 @@ def _make_recoverable(
         optimizer=loop.optimizers,
         release=loop.release,
         padded_rows=micro_batches.padded_rows if parts.row_format.memory_follows_tokens else None,
-        watch=watch,
+        watch=PressureWatch(loop.consensus, loop.meter, parts.step.phases),
         steps_done=start.steps_done,
     )
     if sizes.result is not None and not isinstance(settings.max_tokens_per_micro_batch, int):
         recoverable.backoff.fitted(micro_batches.limit.size)
     prepare_recovery(
-        recoverable, loop, watch, loader.dataset, is_wanted=settings.oom_recovery, why_not=parts.why_unrecoverable
+        recoverable, loop, loader.dataset, is_wanted=settings.oom_recovery, why_not=parts.why_unrecoverable
     )
     if loop.meter is not None:
         loop.meter.reset()  # its peak is that of training
@@ -265,7 +264,6 @@ def _make_recoverable(
 def prepare_recovery(
     recoverable: RecoverableStep[Any],
     loop: Loop,
-    watch: PressureWatch,
     dataset: Sequence[Row],
     *,
     is_wanted: bool,
@@ -293,7 +291,7 @@ def prepare_recovery(
         except CannotRecoverError as error:
             utils.log_rank_zero(log, str(error))
     recoverable.disable()
-    allocate_states(loop.optimizers, watch)
+    allocate_states(loop)
     free_memory(loop.device)
 
 

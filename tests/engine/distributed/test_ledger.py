@@ -36,10 +36,8 @@ from torchtune_adaptive.engine.distributed.fsdp_state import (
 from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
 from torchtune_adaptive.engine.distributed.ledger import CollectiveStateUnknownError, Ledger
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
-from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import Recovery
 from torchtune_adaptive.engine.recovery.dry_run import dry_run
-from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.errors import CannotRecoverError, NothingFitsError
 from torchtune_adaptive.testing import Fault, out_of_memory
 
@@ -215,9 +213,7 @@ def dry_run_of(
     consensus: Consensus | None = None,
     release: Callable[[], object] = lambda: None,
 ) -> Recovery:
-    watch = PressureWatch(consensus or Consensus(), None, Phases([], None))
-    loop = loop_of(model, watch.consensus, release=release)
-    return dry_run(loop, [micro_steps], watch=watch).recovery
+    return dry_run(loop_of(model, consensus or Consensus(), release=release), [micro_steps]).recovery
 
 
 class Scenarios:

@@ -171,35 +171,6 @@ def test_all_state_is_restored_after_a_step_that_fails(
     assert picture_of(trainee) == before
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw, rate a tensor"])
-def test_options_that_were_changed_added_or_removed_and_state_that_was_cleared_are_restored(kind: str) -> None:
-    trainee = Trainee(kind, warm_steps=1)
-    trainee.optimizer.param_groups[0]["note"] = ["a list"]
-    before = picture_of(trainee)
-    with restore_on_exit(trainee.model, trainee.optimizers):
-        group = trainee.optimizer.param_groups[0]
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(0.5)
-        group |= {"lr": 0.25, "initial_lr": 0.25, "weight_decay": 7}
-        group["note"].append("more")
-        trainee.optimizer.state.clear()
-        trainee.step()
-        del group["eps"]
-    assert picture_of(trainee) == before
-
-
-@pytest.mark.parametrize("trainee_class", [Trainee, OptimizerPerParameter])
-def test_the_yielded_function_restores_all_optimizers_and_nothing_else(trainee_class: type[Trainee]) -> None:
-    trainee = trainee_class()
-    with restore_on_exit(trainee.model, trainee.optimizers) as restore_optimizers:
-        trainee.step()
-        assert all(optimizer.state for optimizer in trainee.optimizers)
-        stepped = [parameter.detach().clone() for parameter in trainee.trained]
-        restore_optimizers()
-        assert [len(optimizer.state) for optimizer in trainee.optimizers] == [0] * len(trainee.optimizers)
-        assert same_bits([parameter.detach() for parameter in trainee.trained], stepped)
-
-
 # ---- random generators and buffers alone
 
 

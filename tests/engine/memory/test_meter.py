@@ -281,11 +281,11 @@ def test_exactly_restores_limit_and_exactness_after_running_out_of_memory(
 def test_two_small_steps_forecast_the_peak_of_a_larger_one_exactly(trainee: Trainee) -> None:
     (small, _), (large, _), (_, peak_bytes) = (trainee.timeline(size) for size in (2, 3, 7))
     assert small.operations == large.operations
-    forecast = Forecast.from_timelines(small, large)
+    forecast = Forecast.along_lines(small, large)
     assert forecast is not None
     assert forecast.peak_bytes(7) == peak_bytes
-    assert forecast.largest_batch_size(peak_bytes) == 7
-    assert forecast.largest_batch_size(peak_bytes - 1) == 6
+    assert forecast.largest_batch_size(peak_bytes, fitted=3) == 7
+    assert forecast.largest_batch_size(peak_bytes - 1, fitted=3) == 6
 
 
 def test_a_timeline_has_live_bytes_after_every_operation() -> None:

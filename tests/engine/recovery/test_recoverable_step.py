@@ -255,11 +255,17 @@ def test_a_limit_of_memory_holds_for_micro_steps_on_a_cpu() -> None:
     assert len(told) == 1
 
 
-def test_the_optimizers_state_is_there_after_the_dry_run() -> None:
+def test_the_optimizers_state_is_there_after_the_dry_run_or_one_sentence_says_that_it_does_not_fit() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=2, optimizer=optimizer)
     before = [parameter.clone() for parameter in model.parameters()]
+    sentence = (
+        r"^the optimizer's state does not fit beside model and gradients \(not metered\); an 8-bit optimizer, LoRA"
+    )
+    with pytest.raises(NothingFitsError, match=sentence), Fault(0):
+        step.dry_run(SAMPLES)
+    assert len(optimizer.state) == 0
     step.dry_run(SAMPLES)
     assert len(optimizer.state) == 2
     assert same_bits(before, [parameter.detach() for parameter in model.parameters()])
@@ -312,15 +318,23 @@ def test_a_dry_run_copies_no_large_buffer_on_the_device_and_restores_it(is_writt
     assert torch.equal(weights, expected)
 
 
-@pytest.mark.parametrize(("limit", "fits"), [("2.5MiB", True), ("1.5MiB", False)])
-def test_where_one_micro_step_fits_a_second_one_beside_its_gradients_need_not(limit: str, fits: bool) -> None:
-    """Weights and gradients have 1 MiB each; a backward pass needs another for those that it adds."""
+@pytest.mark.parametrize(
+    ("limit", "kind", "fits"),
+    [("2.5MiB", torch.optim.SGD, True), ("1.5MiB", torch.optim.SGD, False), ("2.5MiB", torch.optim.AdamW, False)],
+)
+def test_where_one_micro_step_fits_a_second_one_beside_its_gradients_need_not(
+    limit: str, kind: Any, fits: bool
+) -> None:
+    """Weights and gradients have 1 MiB each; a backward pass needs another for those that it adds. AdamW needs two."""
     model = nn.Linear(512, 512, bias=False)
-    step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=4, memory_limit=limit)
+    options: Any = {"micro_batch_size": 4, "optimizer": kind(model.parameters(), lr=0.1), "memory_limit": limit}
+    step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), **options)
     samples = torch.ones(4, 512)
     with contextlib.nullcontext() if fits else pytest.raises(NothingFitsError):
+        step.dry_run(samples)
+    assert step.recovers is fits
+    if fits:
         step(samples)
-        assert step.recovers
         assert not step.events
         assert [one.grad is not None and one.grad.unique().item() for one in model.parameters()] == [4.0]
 

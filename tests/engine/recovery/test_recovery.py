@@ -14,10 +14,8 @@ from tests.support.recovery_trials import ROWS, Case, Tally, Trials, every
 from tests.support.toys import loop_of
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.ledger import CollectiveStateUnknownError
-from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import Attempt, MemoryPressure, Recovery
 from torchtune_adaptive.engine.recovery.dry_run import dry_run
-from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.testing import Fault
 
 CASES = [
@@ -172,8 +170,7 @@ def test_four_ranks_recover_at_many_operations(case: Case) -> None:
 
 def _alone(model: nn.Module, consensus: Consensus | None = None) -> Recovery:
     micro_steps = [lambda rows=rows: model(torch.ones(rows, 4)).sum().backward() for rows in (1, 2)]
-    watch = PressureWatch(consensus or Consensus(), None, Phases([], None))
-    return dry_run(loop_of(model, watch.consensus), [micro_steps], watch=watch).recovery
+    return dry_run(loop_of(model, consensus or Consensus()), [micro_steps]).recovery
 
 
 def _fail(error: Exception) -> Any:

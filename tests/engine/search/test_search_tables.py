@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from tests.support.toys import search_result
 from torchtune_adaptive.engine.search.strategies import Probe
-from torchtune_adaptive.engine.search.tables import failures_text, length_table, probe_table, rate_table, summary
-from torchtune_adaptive.engine.search.timing import Timing
+from torchtune_adaptive.engine.search.tables import failures_text, length_table, probe_table, summary
 
 PROBES = (
     Probe(
@@ -40,7 +39,7 @@ def test_the_table_has_a_column_for_each_phase_and_the_figures_of_each_probe() -
     assert failed_first.splitlines()[0].split() == header
 
 
-# ---- lengths and rates
+# ---- lengths
 
 
 def test_the_table_of_lengths_has_a_line_for_each_probe_with_its_tokens() -> None:
@@ -61,17 +60,6 @@ def test_a_probe_that_ran_but_took_too_much_has_its_own_word() -> None:
     assert failures_text([*ran, ran[0], PROBES[0]]) == "1 out of memory, 1 above the limit, 2 allocator retried"
     assert failures_text([PROBES[1]]) == "1 out of memory"  # as in logs of earlier versions
     assert failures_text([PROBES[0]]) == "0 out of memory"
-
-
-def test_the_table_of_rates_marks_the_chosen_micro_batch() -> None:
-    timings = {size: Timing((0.5,), tokens) for size, tokens in ((4, 300), (8, 493), (16, 500))}
-    header, _, *rows = rate_table(timings, chosen=8).splitlines()
-    assert header.split() == ["micro-batch", "tokens/s", "of", "best", "chosen"]
-    assert [row.split() for row in rows] == [
-        ["4", "600", "60.0%", "-"],
-        ["8", "986", "98.6%", "yes"],
-        ["16", "1000", "100.0%", "-"],
-    ]
 
 
 # ---- the summary

@@ -47,7 +47,6 @@ class DdpLedger(Ledger):
         self._expected: dict[nn.Parameter, float] = {}
         self._grown: Counter[nn.Parameter] = Counter()
         self._missing: list[float] = []  # per bucket, how often its gradients have still to grow
-        self._unused: set[nn.Parameter] = set()
         self._works: list[dist.Work] = []
         self._is_running = False
         self._hooks = [one.register_post_accumulate_grad_hook(self._has_grown) for one in self._parameters]
@@ -67,7 +66,7 @@ class DdpLedger(Ledger):
     def running(self) -> Iterator[None]:
         """Context of a micro-step; at the end of the last one, gradients are averaged."""
         self._grown.clear()
-        self._unused.clear()
+        self.unused.clear()
         self._missing = [sum(self._expected.get(one, math.inf) for one in bucket) for bucket in self._buckets]
         kept = self._ddp.require_forward_param_sync
         self._ddp.require_forward_param_sync = False  # `start_step` has broadcast the buffers
@@ -86,15 +85,10 @@ class DdpLedger(Ledger):
 
     def drop_unused(self, consensus: Consensus) -> None:
         """Set gradients to None that no rank has computed, as ``find_unused_parameters`` does. A collective."""
-        is_used = consensus.begin_max(*(one not in self._unused for one in self._parameters))()
+        is_used = consensus.begin_max(*(one not in self.unused for one in self._parameters))()
         for parameter, is_used_somewhere in zip(self._parameters, is_used, strict=True):
             if not is_used_somewhere:
                 parameter.grad = None
-
-    @property
-    def has_unused(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether a trained parameter had no gradient in the last micro-step of this rank."""
-        return bool(self._unused)
 
     def replay_rest(self, whole: Sequence[AnyCollective] | None = None) -> None:
         """Issue the rest of the buckets with zeros, and wait for all of them."""
@@ -136,7 +130,7 @@ class DdpLedger(Ledger):
         for parameter in bucket:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-                self._unused.add(parameter)
+                self.unused.add(parameter)
         gradients = [one.grad for one in bucket if one.grad is not None]
         for gradient in gradients:
             gradient.mul_(1 / self._group.size())  # before the sum, as DistributedDataParallel does

@@ -95,6 +95,15 @@ class _Recorded:
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._inner.allocate(size, dtype=dtype, device=device)
 
+    def _issue(self, collective: Collective, output_tensor: torch.Tensor, **arguments: Any) -> dist.Work | None:
+        if self._ledger.is_dry(collective):
+            output_tensor.zero_()
+            return None
+        self._ledger.issuing()
+        work = self._inner(output_tensor=output_tensor, **arguments)
+        self._ledger.record(collective)
+        return work
+
 
 class RecordedAllGather(_Recorded, AllGather):
     """FSDP2's own all-gather, recorded."""
@@ -103,13 +112,7 @@ class RecordedAllGather(_Recorded, AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         collective = Collective("all-gather", self._index, input_tensor.numel(), output_tensor.dtype, group)
-        if self._ledger.is_dry(collective):
-            output_tensor.zero_()
-            return None
-        self._ledger.issuing()
-        work = self._inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
-        self._ledger.record(collective)
-        return work
+        return self._issue(collective, output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
 
 
 class RecordedReduceScatter(_Recorded, ReduceScatter):
@@ -124,14 +127,7 @@ class RecordedReduceScatter(_Recorded, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         collective = Collective("reduce-scatter", self._index, output_tensor.numel(), output_tensor.dtype, group, op)
-        if self._ledger.is_dry(collective):
-            output_tensor.zero_()
-            return None
-        self._ledger.issuing()
-        work = self._inner(
-            output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
-        )
-        self._ledger.record(collective)
+        work = self._issue(collective, output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op)
         if self._all_reduce_follows:
             self._ledger.issuing()  # FSDP2 issues it next, and then calls `_RecordAllReduce`
         return work

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.functional_collectives import (
@@ -56,10 +57,9 @@ class Ledger(ABC):
         expected: the collectives of a whole micro-step, which must be the same on every rank and for every batch.
             First those of a micro-step that is not the last one of its optimizer step, then those of the last one.
         counts: counts the collectives that the model issues itself.
-        has_unused: whether a trained parameter had no gradient on this rank in the last step, but zeros were reduced.
+        unused: trained parameters without a gradient on this rank in the last micro-step, for which zeros were reduced.
     """
 
-    has_unused = False
     can_record_dry = False  # whether ``dry_recording`` works
 
     def __init__(self, device: torch.device, *, reduces_once: bool) -> None:
@@ -69,6 +69,7 @@ class Ledger(ABC):
         self.expected: tuple[list[AnyCollective], list[AnyCollective]] = ([], [])
         self.is_last = True
         self.counts = IssuedCounts()
+        self.unused: set[nn.Parameter] = set()
         self._issued: list[AnyCollective] = []
         self._noted: list[AnyCollective] | None = None
         self._in_doubt = False
@@ -89,7 +90,7 @@ class Ledger(ABC):
         """Issue the collectives that come before the first micro-step of an optimizer step."""
 
     def drop_unused(self, consensus: Consensus) -> None:  # noqa: B027
-        """Set gradients to None that no rank has computed. A collective; only if ``has_unused`` on some rank."""
+        """Set gradients to None that no rank has computed. A collective; only if some rank has ``unused`` ones."""
 
     @contextmanager
     def dry_recording(self) -> Iterator[list[AnyCollective]]:

@@ -35,7 +35,8 @@ def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     Raises:
         InputError: an optimizer cannot be restored; raised before anything happens.
     """
-    tensors, buffers = _trained_tensors(model), [(place, place.tensor) for place in buffer_places(model)]
+    tensors = [*(parameter for parameter in model.parameters() if parameter.requires_grad), *model.buffers()]
+    buffers = [(place, place.tensor) for place in buffer_places(model)]
     settings = KeptSettings(fsdp_states(model))
     saved_optimizers = SavedOptimizers(optimizers, model)
     with Copies([*tensors, *saved_optimizers.tensors]) as copies, keep_random_states(), kept_modes(model):
@@ -273,8 +274,3 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
-
-
-def _trained_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """What training changes of a model."""
-    return [*(parameter for parameter in model.parameters() if parameter.requires_grad), *model.buffers()]

@@ -81,6 +81,12 @@ def computing_device(model: nn.Module) -> torch.device:
     return torch.device(mesh_type, torch.get_device_module(mesh_type).current_device())
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until ``device`` has done what was queued. A CPU has no queue."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
 def check_limit(limit_bytes: int | None, device: torch.device) -> None:
     """Check that ``device`` can have a memory limit of ``limit_bytes``.
 

@@ -1,6 +1,5 @@
 """The phase that a train step is in: forward, loss, backward and so on."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,12 +25,8 @@ class Phases:
         self._meter = meter
         self.now = ""
         self._handles: list[RemovableHandle] = []
-        for model in itertools.chain.from_iterable(map(_called, models)):
-            # First of the pre-hooks and last of the hooks: FSDP2's own, which gather parameters, belong to "forward".
-            self._handles += [
-                model.register_forward_pre_hook(_Entering(self, "forward"), prepend=True),
-                model.register_forward_hook(_Entering(self, "loss")),
-            ]
+        for model in models:
+            self._handles += _hook(model, _Entering(self, "forward"), _Entering(self, "loss"))
 
     def enter(self, name: str) -> None:
         """Start phase ``name``, for example "backward"."""
@@ -65,10 +60,7 @@ def phases_by_hooks(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], enter: Callable[[str], None]
 ) -> Iterator[None]:
     """Call ``enter`` with the phases of any train step: "forward", "backward" (with the loss), "optimizer"."""
-    handles: list[RemovableHandle] = []
-    for one in _called(model):
-        handles.append(one.register_forward_pre_hook(lambda *_: enter("forward"), prepend=True))  # before FSDP2's
-        handles.append(one.register_forward_hook(lambda *_: enter("backward")))
+    handles = _hook(model, lambda *_: enter("forward"), lambda *_: enter("backward"))
     hooked = [one for one in optimizers if hasattr(one, "_optimizer_step_pre_hooks")]  # not in every wrapper
     handles += [one.register_step_pre_hook(lambda *_: enter("optimizer")) for one in hooked]
     try:
@@ -78,6 +70,13 @@ def phases_by_hooks(
             handle.remove()
 
 
-def _called(model: nn.Module) -> list[nn.Module]:
-    """The modules whose forward passes are those of ``model``: each of several models in a ``ModuleList``."""
-    return list(model) if isinstance(model, nn.ModuleList) else [model]
+def _hook(model: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:
+    """Call ``before`` and ``after`` around the forward passes of ``model``, or of each one in a ``ModuleList``.
+
+    First of the pre-hooks and last of the hooks: FSDP2's own, which gather parameters, belong to the forward pass.
+    """
+    handles: list[RemovableHandle] = []
+    for one in model if isinstance(model, nn.ModuleList) else [model]:
+        handles.append(one.register_forward_pre_hook(before, prepend=True))
+        handles.append(one.register_forward_hook(after))
+    return handles

@@ -13,22 +13,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, TypeVar
 
-import torch
-
-from torchtune_adaptive.engine.distributed.fsdp_state import (
-    KeptSettings,
-    drop_forward_passes,
-    fsdp_states,
-    reset_after_failure,
-)
+from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, drop_forward_passes, fsdp_states
 from torchtune_adaptive.engine.distributed.functional_collectives import wait_for_unused_results
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CollectiveStateUnknownError, Ledger
 from torchtune_adaptive.engine.distributed.snapshot import BufferPlace, KeptBuffers, RandomStates
 from torchtune_adaptive.engine.loop import Loop, sum_of_results
+from torchtune_adaptive.engine.memory.devices import wait_for
 from torchtune_adaptive.engine.memory.out_of_memory import (
     comes_from_out_of_memory,
     errors_behind,
-    free_memory,
     is_out_of_memory,
     is_out_of_memory_in_collective,
 )
@@ -138,7 +131,7 @@ class Recovery:
                     "Micro-steps no longer issue the collectives of the dry run: an out-of-memory error will now end"
                     ' the run. Pass `reduce="last"` instead of calling `set_requires_gradient_sync(False)`.'
                 )
-        own = attempt.error is not None, attempt.has_fitted, self._ledger.has_unused
+        own = attempt.error is not None, attempt.has_fitted, bool(self._ledger.unused)
         is_out, has_fitted, has_unused, *attempt.largest = self._consensus.begin_max(*map(int, own), *numbers)()
         attempt.has_fitted = bool(has_fitted)
         if is_out:
@@ -181,13 +174,9 @@ class Recovery:
 
     def _clean(self) -> None:
         """Undo everything that the failed step left. Must be called outside of any ``except`` block."""
-        device = self._loop.device
-        self._loop.release()
-        if device.type != "cpu":  # running collectives may use this memory; peers issue them too, so they end
-            torch.get_device_module(device).synchronize(device)
-        reset_after_failure(self._loop.model)
+        wait_for(self._loop.device)  # running collectives may use its memory; peers issue them too, so they end
+        self._loop.clean_up()
         self._settings.restore()
-        free_memory(device)
 
     def _replay_rest(self, micro_step: Callable[[], object], error: str) -> None:
         """Issue the collectives of ``micro_step`` that this rank has not issued, for which its peers wait."""

@@ -8,7 +8,6 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,34 +39,37 @@ from torchtune_adaptive.engine.distributed.snapshot import (
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.copies import Copies
+from torchtune_adaptive.engine.memory.devices import describe_peak
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.recovery.attempts import Recovery
 from torchtune_adaptive.engine.recovery.micro_steps import collectives_of
-from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
 from torchtune_adaptive.engine.recovery.trial import Trial, Verdict, cannot_cut
-from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError, cannot_recover
 
 MicroSteps = Sequence[Callable[[], object]]
 
+_LONGEST_LIST = 3  # different figures of ranks in a message
 
-def allocate_states(optimizers: Sequence[torch.optim.Optimizer], watch: PressureWatch) -> None:
+
+def allocate_states(loop: Loop) -> None:
     """Create the state of Adam and AdamW, so that its memory is in use before training. A collective.
 
     Raises:
         NothingFitsError: the state does not fit.
     """
-
-    def allocate() -> None:
-        for optimizer in optimizers:
-            if allocate_state(optimizer) and watch.meter is not None:
-                watch.meter.count(optimizer.state)
-
-    if run_or_abort_together(allocate, watch.consensus) is Outcome.OUT_OF_MEMORY:
+    if not loop.create_states(nullcontext()):
         raise NothingFitsError(
-            f"the optimizer's state does not fit beside model and gradients ({watch.figures()});"
+            f"the optimizer's state does not fit beside model and gradients ({_figures(loop)});"
             " an 8-bit optimizer, LoRA or more ranks would need less."
         )
+    if loop.meter is not None:
+        loop.meter.count([one.state for one in loop.optimizers])
+
+
+def _figures(loop: Loop) -> str:
+    """Peaks and limits of the ranks as text, without duplicates. A collective."""
+    figures = loop.consensus.from_all_ranks(describe_peak(loop.meter))
+    return "; ".join(list(dict.fromkeys(figures))[:_LONGEST_LIST])
 
 
 class DryRun(NamedTuple):
@@ -87,7 +89,6 @@ def dry_run(
     loop: Loop,
     tries: Sequence[MicroSteps],
     *,
-    watch: PressureWatch,
     reduces_once: bool = False,
     is_trial: bool = False,
     compares_results: bool = True,
@@ -114,6 +115,7 @@ def dry_run(
     ledger = _attached_ledger(loop, reduces_once=reduces_once)
     run = partial(_run, loop, ledger)
     new_trial = partial(Trial, loop, has_earlier=ledger.reduces_once, compares_results=compares_results)
+    # A micro-step may change parameters in a way that no operation of torch shows.
     unchanged = UnchangedParameters(loop.model, are_trained=True) if is_trial else None
     with ExitStack() as without_recovery, kept_modes(loop.model):
         without_recovery.callback(ledger.detach)
@@ -134,20 +136,15 @@ def dry_run(
                 again = new_trial(seed=1)
                 run(micro_steps[:1], keeps_gradients=False, trial=again)
                 verdict = verdict if trial.is_like(again, consensus) else Verdict(is_random=True)
-            _check_unchanged(unchanged, consensus)
+            if changed := consensus.first_reason("" if unchanged is None else unchanged.first_changed()):
+                raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")
             without_recovery.pop_all()
             ledger.expected = found.expected
             return DryRun(Recovery(loop, ledger=ledger, buffers=found.buffers), verdict, found.used)
     raise NothingFitsError(
-        f"not even one row fits: its forward or backward pass ran out of memory ({watch.figures()});"
+        f"not even one row fits: its forward or backward pass ran out of memory ({_figures(loop)});"
         f" {NOTHING_FITS_ADVICE}."
     )
-
-
-def _check_unchanged(parameters: UnchangedParameters | None, consensus: Consensus) -> None:
-    """Check that micro-steps have not changed parameters in a way that no operation of torch shows. A collective."""
-    if changed := consensus.first_reason("" if parameters is None else parameters.first_changed()):
-        raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")
 
 
 class _Recorded(NamedTuple):

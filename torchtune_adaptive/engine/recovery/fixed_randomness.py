@@ -27,8 +27,10 @@ class FixedRandomness(OperationMode):
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place, is_random = _kind(func)
-        if place is not None:  # attention with dropout, forward and backward
-            args, kwargs = _with_argument(place, "dropout_p", 0.0, args, kwargs)
+        if place is not None and place < len(args):  # attention with dropout, forward and backward
+            args = (*args[:place], 0.0, *args[place + 1 :])
+        elif place is not None:
+            kwargs = kwargs | {"dropout_p": 0.0}
         result = self._fixed(func, args, kwargs) if is_random else func(*args, **kwargs)
         if not is_collective(func):
             for one in result if isinstance(result, tuple | list) else (result,):
@@ -60,14 +62,6 @@ def _kind(func: Any) -> tuple[int | None, bool]:
     names = [one.name for one in func._schema.arguments]
     place = names.index("dropout_p") if "dropout_p" in names else None
     return place, place is None and torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _with_argument(
-    place: int, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if place < len(args):
-        return (*args[:place], value, *args[place + 1 :]), kwargs
-    return args, kwargs | {name: value}
 
 
 def _kept(values: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:

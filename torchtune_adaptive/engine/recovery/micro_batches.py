@@ -10,12 +10,17 @@ from torchtune_adaptive.errors import InputError, quote, require_integer
 
 @runtime_checkable
 class Cutter(Protocol):
-    """Cuts samples into micro-batches, and holds their largest number of rows or tokens."""
+    """Cuts samples into micro-batches, and holds their largest number of rows or tokens.
 
-    @property
-    def is_even(self) -> bool:
-        """Whether ``cut`` returns equally many micro-batches on every rank, for any samples."""
-        ...
+    Attributes:
+        is_even: whether ``cut`` returns equally many micro-batches on every rank, for any samples.
+        adds_up: whether gradients and results of micro-batches are known to add up to those of a whole step.
+        results: what micro-steps return: "any" objects, "losses" alone, or "sums", which are known to add up.
+    """
+
+    is_even: bool
+    adds_up: bool
+    results: str
 
     @property
     def size(self) -> int:
@@ -57,16 +62,6 @@ class Cutter(Protocol):
 
     def is_whole(self, samples: Any) -> bool:
         """Whether ``samples`` are not cut, apart from how the caller has given them."""
-        ...
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether gradients and results of micro-batches are known to add up to those of a whole step."""
-        ...
-
-    @property
-    def results(self) -> str:
-        """What micro-steps return: "any" objects, "losses" alone, or "sums", which are known to add up."""
         ...
 
     def scale_by(self, factor: float) -> bool:
@@ -132,7 +127,6 @@ class Slices:
         return largest > 1
 
     def grow(self) -> bool:
-        """Double a size that was halved, up to the one before. Returns whether it is whole again."""
         self.size = min(2 * self.size, self.whole_size)
         return self.size == self.whole_size
 
@@ -145,11 +139,9 @@ class Slices:
         return [alone] if pair is None else [[*alone, take(samples, [one, other])], alone]
 
     def num_to_try(self, samples: Any) -> int:
-        """From how many samples a trial can choose two; 0 if micro-batches are single samples."""
         return num_samples(samples) if self.whole_size > 1 else 0
 
     def is_whole(self, samples: Any) -> bool:
-        """Whether all samples are one micro-batch."""
         return num_samples(samples) <= self.size
 
     def scale_by(self, factor: float) -> bool:

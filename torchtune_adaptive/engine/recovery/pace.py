@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import mean, median
 
 # What half the micro-batch is taken to cost until it has been timed. On an H200, halves of 16 and 8 rows of 2048 tokens
@@ -10,10 +11,7 @@ SHRINKING_COSTS = 0.10
 _FEWEST_STEPS = 4  # before a median says something
 STEPS_TO_TIME = _FEWEST_STEPS + 2  # a new size: its first step is not timed, and a time is known in the next step
 _KEPT_STEPS = 16
-
-
-def _last() -> deque[float]:
-    return deque(maxlen=_KEPT_STEPS)
+_last = partial(deque[float], maxlen=_KEPT_STEPS)
 
 
 @dataclass

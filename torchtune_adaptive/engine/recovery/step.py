@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchtune_adaptive.engine.compiled import compile_each_size
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
-from torchtune_adaptive.engine.loop import Loop, sum_of_results
+from torchtune_adaptive.engine.loop import Loop, compile_each_size, sum_of_results
 from torchtune_adaptive.engine.memory.devices import computing_device, optimizers_of
 from torchtune_adaptive.engine.optimizers import optimizers_within
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery
@@ -337,12 +336,12 @@ class RecoverableStep(Generic[Sums]):
 
     def _check_whole(self, samples: Any) -> None:
         """Check that samples that must not be cut are not cut on any rank. A collective."""
-        if self._must_stay_whole and self._watch.consensus.any_rank(not self._cutter.is_whole(samples)):
+        if self._must_stay_whole and self._loop.consensus.any_rank(not self._cutter.is_whole(samples)):
             raise CannotCutError(self._must_stay_whole)
 
     def _check_unchanged(self, is_changed: bool) -> None:
         """Check that no rank's samples were changed by an attempt that must run again. A collective."""
-        if self._watch.consensus.any_rank(is_changed):
+        if self._loop.consensus.any_rank(is_changed):
             raise InputError(
                 "`micro_step` has changed its micro-batch in place, but had not before, and this step cannot run again"
                 " with the same samples: change a copy."
@@ -373,7 +372,7 @@ class RecoverableStep(Generic[Sums]):
         self._batch_norms = [(one, one.training) for one in self._loop.model.modules() if isinstance(one, _BatchNorm)]
         check_optimizers(self._loop.optimizers, self._loop.model)
         self._check_no_gradients()
-        allocate_states(self._loop.optimizers, self._watch)
+        allocate_states(self._loop)
         used: list[nn.Parameter] = []
         try:
             found = self._dry_run_with_samples_that_count(samples)
@@ -392,7 +391,7 @@ class RecoverableStep(Generic[Sums]):
         except CannotCutError as error:
             self._must_stay_whole = str(error)  # only the text: the traceback keeps tensors alive
         self._check_whole(samples)
-        if self._watch.consensus.rank == 0:
+        if self._loop.consensus.rank == 0:
             log.warning("An out-of-memory error will end the run. %s", self._must_stay_whole)
         self.disable()
 
@@ -407,7 +406,7 @@ class RecoverableStep(Generic[Sums]):
             return True  # other collectives reduce gradients
         if any(module.training is not was for module, was in self._batch_norms):
             return True  # samples may be mixed
-        return self._trials_left > 0 and self._watch.consensus.any_rank(self._cutter.num_to_try(samples) > 1)
+        return self._trials_left > 0 and self._loop.consensus.any_rank(self._cutter.num_to_try(samples) > 1)
 
     def _dry_run_with_samples_that_count(self, samples: Any) -> DryRun:
         """A dry run with two samples that have gradients, if a few tries find them. A collective.
@@ -418,7 +417,7 @@ class RecoverableStep(Generic[Sums]):
         if self._cutter.adds_up:
             return self._dry_run(samples, None)
         self._trials_left -= 1
-        candidates = min(self._watch.consensus.max_over_ranks(self._cutter.num_to_try(samples)), _MOST_SAMPLES)
+        candidates = min(self._loop.consensus.max_over_ranks(self._cutter.num_to_try(samples)), _MOST_SAMPLES)
         pair, following = [0, 1], 2
         while True:
             found = self._dry_run(samples, (pair[0], pair[1]) if candidates > 1 else None)
@@ -431,7 +430,7 @@ class RecoverableStep(Generic[Sums]):
         if found.verdict.factor is not None or found.verdict.is_random or not candidates:
             self._trials_left = 0
         is_unknown = candidates and not self._trials_left and found.verdict.factor is None
-        if is_unknown and self._watch.consensus.rank == 0:
+        if is_unknown and self._loop.consensus.rank == 0:
             is_random = found.verdict.is_random
             log.warning(
                 "It is not known whether samples may be cut into micro-batches, because %s: the loss must be a sum.",
@@ -451,12 +450,11 @@ class RecoverableStep(Generic[Sums]):
         """
         trial_batches = list(self._cutter.trial_batches(samples, pair))
         self._check_ranks(has_samples=bool(trial_batches))
-        context = self._watch.meter or nullcontext()
+        context = self._loop.meter or nullcontext()
         try:
             found = dry_run(
                 self._loop,
                 [[self._as_micro_step(context, one, is_trial=True) for one in parts] for parts in trial_batches],
-                watch=self._watch,
                 reduces_once=self._reduces_once,
                 is_trial=not self._cutter.adds_up,
                 compares_results=self._cutter.results != "sums",
@@ -476,10 +474,10 @@ class RecoverableStep(Generic[Sums]):
 
     def _check_ranks(self, *, has_samples: bool) -> None:
         """Check the micro-batch size and the samples of all ranks. A collective."""
-        smallest, largest = self._watch.consensus.min_and_max(self._cutter.size)
+        smallest, largest = self._loop.consensus.min_and_max(self._cutter.size)
         if smallest != largest:
             raise InputError(
                 f"`micro_batch_size` must be the same on every rank, but is {smallest} on one and {largest} on another."
             )
-        if self._watch.consensus.any_rank(not has_samples):
+        if self._loop.consensus.any_rank(not has_samples):
             raise InputError("A rank has no samples for this optimizer step.")

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.snapshot import RandomStates, seed_everything
-from torchtune_adaptive.engine.loop import Loop, sum_of_results
+from torchtune_adaptive.engine.loop import Loop, is_compiled, sum_of_results
 from torchtune_adaptive.engine.memory.operations import OperationMode, plain_parts
 from torchtune_adaptive.engine.recovery.columns import leaves
 from torchtune_adaptive.engine.recovery.fixed_randomness import FixedRandomness
@@ -176,7 +176,7 @@ class Trial:
         """The relative rounding error of the least precise type that micro-steps have computed in."""
         types = self._randomness.dtypes or {one.dtype for one in self._model.parameters()}
         eps = max((torch.finfo(one).eps for one in types), default=0.0)
-        if self._device.type == "cuda" or any(map(_is_compiled, self._model.modules())):
+        if self._device.type == "cuda" or is_compiled(self._model):
             eps = max(eps, torch.finfo(torch.float16).eps)  # of TF32; what compiled code computes in is not seen
         return eps
 
@@ -346,7 +346,3 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     raise cannot_recover(
         f"the optimizer {type(optimizer).__name__} steps within a micro-step or its backward pass, which may run again"
     )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.memory.devices import check_limit, describe_peak, meter_for
+from torchtune_adaptive.engine.memory.devices import check_limit, describe_peak, meter_of_run
 from torchtune_adaptive.engine.memory.meter import MemoryMeter, device_memory_bytes
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import Attempt, MemoryPressure
@@ -23,7 +23,6 @@ from torchtune_adaptive.text import count_text, ranks_text
 
 log = logging.getLogger(__name__)
 
-_LONGEST_LIST = 3  # different figures of ranks in a message
 _LONGEST_ERROR_CHARS = 200
 _MOST_LINES = 10  # for events of one kind, before only every tenth gets a line
 
@@ -136,12 +135,11 @@ class PressureWatch:
         Raises:
             InputError: the device is neither the CPU nor CUDA, or the limit is above its memory.
         """
-        meter = None
         device_memory_bytes(device)  # refuses other devices
         if limit_bytes is not None:
             check_limit(limit_bytes, device)
-        if limit_bytes is not None or device.type == "cuda":
-            meter = meter_for(device, model, optimizers, exact=False)
+        meter = meter_of_run([model], optimizers, device, limit_bytes)
+        if meter is not None:
             meter.limit_bytes = limit_bytes
         return cls(Consensus.of(model, process_group), meter, Phases([model], meter))
 
@@ -165,7 +163,8 @@ class PressureWatch:
         So it includes what the program does between steps, such as loading data. The first step of each size is not
         timed: the allocator frees its cache for the new sizes.
         """
-        now_ns, retries = perf_counter_ns(), self._retries()
+        now_ns = perf_counter_ns()
+        retries = self.meter.total_retries if self.meter is not None and self._counts_retries else 0
         self.last_step = (0, 0, 0)
         if self._is_timed:
             self.last_step = (now_ns - self._began_ns, retries - self._retries_before, self._work)
@@ -209,16 +208,7 @@ class PressureWatch:
         slowdown = None if is_out else self._pace.slowdown(before)
         return MemoryEvent(step, pressure, tuple(ranks), phase, figures, error, before, after, unit, slowdown=slowdown)
 
-    def figures(self) -> str:
-        """Peaks and limits of the ranks as text, without duplicates. A collective."""
-        figures = self.consensus.from_all_ranks(describe_peak(self.meter))
-        return "; ".join(list(dict.fromkeys(figures))[:_LONGEST_LIST])
-
     def log(self, event: MemoryEvent) -> None:
         """Log ``event`` on the first rank only, as a warning if it was a shortage of memory."""
         if self.consensus.rank == 0 and event.is_logged:
             log.log(logging.WARNING if event.pressure else logging.INFO, "%s", event)
-
-    def _retries(self) -> int:
-        """How often the allocator has freed its cache to make an allocation possible, since the process began."""
-        return self.meter.total_retries if self.meter is not None and self._counts_retries else 0

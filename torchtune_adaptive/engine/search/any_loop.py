@@ -1,7 +1,6 @@
 """``find_max_batch_size`` and ``find_max_tokens``: the search for any PyTorch training loop."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.ddp_ledger import compiled_as_a_whole
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
-from torchtune_adaptive.engine.loop import Loop
+from torchtune_adaptive.engine.loop import Loop, is_compiled
 from torchtune_adaptive.engine.memory.devices import computing_device, meter_for, optimizers_of
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.engine.recovery.optimizer_state import check_optimizers
@@ -187,8 +186,7 @@ def searched_loop(
     """
     device = computing_device(model)
     optimizers = optimizers_of(optimizer)
-    is_compiled = any(map(_is_compiled, model.modules()))
-    if is_compiled and device.type == "cpu":
+    if is_compiled(model) and device.type == "cpu":
         raise InputError(
             "`model` is compiled: on the CPU the memory of compiled code cannot be measured. Search before it is."
         )
@@ -214,17 +212,11 @@ def searched_loop(
             meter=meter,
             consensus=consensus,
         )
-    if is_compiled:
+    if is_compiled(model):
         torch.compiler.reset()  # code compiled for probes would make the sizes of training dynamic
     for one in optimizers:
         if device.type == "cuda" and not one.state:
             _empty_cache_before_first_step(one)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` was compiled, in place or as a whole."""
-    dynamo = sys.modules.get("torch._dynamo")  # imported by whoever compiles
-    return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
 
 def _empty_cache_before_first_step(optimizer: torch.optim.Optimizer) -> None:

@@ -22,12 +22,10 @@ from torchtune_adaptive.engine.search.strategies import (
 from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, NothingFitsError
 from torchtune_adaptive.text import format_bytes
 
-MakeBatch = Callable[[int], Any]
-
 
 def search(
     loop: Loop,
-    make_batch: MakeBatch,
+    make_batch: Callable[[int], Any],
     options: SearchOptions,
     *,
     start: int,

@@ -2,18 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
-
-import torch
 
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.loop import Loop
+from torchtune_adaptive.engine.memory.devices import wait_for
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
-from torchtune_adaptive.engine.memory.timeline import CurvedForecast, Forecast, Timeline
-from torchtune_adaptive.engine.recovery.columns import copied, leaves, was_changed
+from torchtune_adaptive.engine.memory.timeline import Forecast, Timeline
+from torchtune_adaptive.engine.recovery.columns import copied, leaves, named_values, was_changed
 from torchtune_adaptive.engine.search.strategies import FAILURES, NO_BOUND, SMALL_BATCH_SIZES, Probe
 from torchtune_adaptive.errors import InputError
 
@@ -61,16 +59,13 @@ def _lengths(value: Any, *place: object) -> Iterator[tuple[tuple[object, ...], A
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):
         yield from (((*place, "dimension", number), size) for number, size in enumerate(shape))
-    elif isinstance(value, Mapping):
-        for key in value:
-            yield from _lengths(value[key], *place, key)
+    elif (named := named_values(value)) is not None:
+        for name, one in named:
+            yield from _lengths(one, *place, name)
     elif isinstance(value, list | tuple):
         yield (*place, "length"), len(value)
         for index, one in enumerate(value[:_MOST_ITEMS]):
             yield from _lengths(one, *place, index)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _lengths(getattr(value, field.name, None), *place, field.name)
     else:
         yield (*place, "value"), repr(value) if isinstance(value, str | bytes | int | float | None) else object()
 
@@ -146,7 +141,8 @@ class Prober:
         fitted tell how much more than that the allocator takes. The next size is tried too if this neither stays nor
         grows in proportion.
         """
-        if self._consensus.any_rank(self._must_trace_again()):
+        # The first step at a size may compile kernels.
+        if self._consensus.any_rank(not self._has_traced_again and self._operations_differ()):
             self._has_traced_again = True
             for batch_size in self._timeline_sizes:
                 self.fits(batch_size)
@@ -169,7 +165,9 @@ class Prober:
             tried, peak_bytes = max(self._fitted_bytes().items())
             forecast_bytes = forecast.peak_bytes(tried)
             # What the allocator takes beyond the forecast grows in proportion.
-            mine = forecast.largest_batch_size(limit_bytes * forecast_bytes / max(peak_bytes, forecast_bytes))
+            mine = forecast.largest_batch_size(
+                limit_bytes * forecast_bytes / max(peak_bytes, forecast_bytes), fitted=tried
+            )
         largest = self._consensus.min_over_ranks(NO_BOUND if mine is None else mine)
         return largest if largest < NO_BOUND else None
 
@@ -181,7 +179,7 @@ class Prober:
         forecast, missed_bytes = self._corrected_forecast(fitted)
         crossing = None
         if forecast is not None and self._meter.limit_bytes is not None:
-            crossing = forecast.crossing(self._meter.limit_bytes - missed_bytes)
+            crossing = forecast.crossing(self._meter.limit_bytes - missed_bytes, fitted=fitted)
         crossings = [one for one in self._consensus.from_all_ranks(crossing) if one is not None]
         if len(crossings) < self._consensus.world_size:
             return None
@@ -195,7 +193,7 @@ class Prober:
         sizes = sorted({fitted + 1, *(probe.batch_size for probe in self.probes)})
         return tuple((size, round(forecast.peak_bytes(size) + missed_bytes)) for size in sizes)
 
-    def _corrected_forecast(self, fitted: int) -> tuple[Forecast | CurvedForecast | None, float]:
+    def _corrected_forecast(self, fitted: int) -> tuple[Forecast | None, float]:
         """This rank's forecast, and how many bytes the probe of ``fitted`` rows took more than it says."""
         forecast = self._forecast()
         peak_bytes = next((probe.peak_bytes for probe in self.probes if probe.batch_size == fitted), None)
@@ -205,36 +203,31 @@ class Prober:
 
     def _explain_missing_forecast(self) -> None:
         """Log once why a forecast from the two recorded steps is not possible."""
-        if self._has_timelines() and self._lines() is None and not self._has_explained:
+        if self._operations_differ() and not self._has_explained:
             self._has_explained = True
             if self._consensus.rank == 0:
                 sizes = " and ".join(map(str, self._timeline_sizes))
                 log.warning(f"Steps of {sizes} rows ran different operations: the forecast goes by their peaks alone.")
 
-    def _must_trace_again(self) -> bool:
-        """Whether the small sizes ran different operations, only once: the first step at a size may compile kernels."""
-        return self._has_timelines() and not self._has_traced_again and self._lines() is None
+    def _operations_differ(self) -> bool:
+        """Whether the small sizes have run different operations."""
+        return self._timelines.keys() >= set(SMALL_BATCH_SIZES) and self._lines() is None
 
-    def _has_timelines(self) -> bool:
-        return self._timelines.keys() >= set(SMALL_BATCH_SIZES)
-
-    def _forecast(self) -> Forecast | CurvedForecast | None:
+    def _forecast(self) -> Forecast | None:
         """The forecast that the search goes by; None without one."""
         return self._curves() if self._is_curved else self._lines()
 
     def _lines(self) -> Forecast | None:
-        if not self._has_timelines():
-            return None
-        small, large = (self._timelines[batch_size] for batch_size in SMALL_BATCH_SIZES)
-        return Forecast.from_timelines(small, large)
+        recorded = [self._timelines[size] for size in SMALL_BATCH_SIZES if size in self._timelines]
+        return Forecast.along_lines(*recorded) if len(recorded) == len(SMALL_BATCH_SIZES) else None
 
-    def _curves(self) -> CurvedForecast | None:
+    def _curves(self) -> Forecast | None:
         """The forecast by all steps that fitted: by their operations, or if these differ, by their peaks alone."""
         fitted = self._fitted_bytes()
         forecast = None
         if fitted.keys() <= self._timelines.keys():
-            forecast = CurvedForecast.from_timelines(self._timelines[size] for size in fitted)
-        return forecast or CurvedForecast.from_timelines(
+            forecast = Forecast.along_curves(self._timelines[size] for size in fitted)
+        return forecast or Forecast.along_curves(
             Timeline(size, ("step",), (peak_bytes,)) for size, peak_bytes in fitted.items()
         )
 
@@ -253,7 +246,7 @@ class Prober:
         start = (small_bytes, missed_bytes[small]) if tried_bytes > small_bytes else (0.0, 0.0)
         slope = max((missed_bytes[tried] - start[1]) / (tried_bytes - start[0]), 0.0)
         largest = forecast.largest_batch_size(
-            (self._meter.limit_bytes - missed_bytes[tried] + slope * tried_bytes) / (1 + slope)
+            (self._meter.limit_bytes - missed_bytes[tried] + slope * tried_bytes) / (1 + slope), fitted=tried
         )
         expected = (missed_bytes[small] * growth for growth in (1, tried_bytes / small_bytes))
         drift_bytes = min(abs(missed_bytes[tried] - one) for one in expected)
@@ -269,8 +262,7 @@ class Prober:
             self._meter.start_timeline()
         settings = KeptSettings(fsdp_states(self._loop.model))
         outcome = run_or_abort_together(lambda: self._step(batch_size), self._consensus)
-        if self._loop.device.type == "cuda":
-            torch.cuda.synchronize(self._loop.device)
+        wait_for(self._loop.device)
         if timeline:
             recorded = self._meter.stop_timeline(batch_size)
             if outcome is Outcome.DONE:

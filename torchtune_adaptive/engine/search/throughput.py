@@ -4,9 +4,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from torchtune_adaptive.engine.loop import Loop
+from torchtune_adaptive.engine.memory.devices import wait_for
 from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.search.timing import Key, Timing
 
@@ -52,14 +51,9 @@ def time_in_turns(
 
 
 def _time_steps(loop: Loop, steps: Sequence[Any]) -> float:
-    _wait_for(loop.device)
+    wait_for(loop.device)
     started = time.perf_counter()
     for micro_batches in steps:
         loop.step(micro_batches)
-    _wait_for(loop.device)
+    wait_for(loop.device)
     return time.perf_counter() - started
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

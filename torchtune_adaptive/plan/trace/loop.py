@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.loop import Loop
+from torchtune_adaptive.engine.loop import Loop, is_compiled
 from torchtune_adaptive.engine.memory.out_of_memory import only_new_garbage
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.engine.progress import Bar
@@ -166,9 +166,7 @@ class _FakeLoop:
             StepEvents(0, {size: (events,) for size, events in sorted(traced.items())}),
             num_parameters=sum(one.numel() for one in parameters),
             num_trainable=sum(one.numel() for one in parameters if one.requires_grad),
-            is_compiled=any(
-                hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in self._model.modules()
-            ),
+            is_compiled=is_compiled(self._model),
         )
 
     def _run(self, real_batch: Any) -> None:
