@@ -25,7 +25,7 @@ from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.training.batch.row_format import TokenRows
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.step_log import StepLog
-from torchtune_adaptive.training.step_result import StepResult
+from torchtune_adaptive.training.train_step import StepResult
 from torchtune_adaptive.training.utilisation import Utilisation
 
 RESULT = StepResult(loss=0.5, weight=30.0, num_tokens=1200, metrics={}, grad_norm=None)

@@ -29,8 +29,7 @@ from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.batch.row_format import Row
 from torchtune_adaptive.training.objectives import Loss, NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerPolicy, OptimizerStep
-from torchtune_adaptive.training.step_result import StepResult
-from torchtune_adaptive.training.train_step import TrainStep, own_norm_squared
+from torchtune_adaptive.training.train_step import StepResult, TrainStep, own_norm_squared
 
 CPU = torch.device("cpu")
 W, LR = 2.0, 0.5

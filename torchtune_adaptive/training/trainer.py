@@ -22,8 +22,7 @@ from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.sizes import Sizes
 from torchtune_adaptive.training.step_log import StepLog
-from torchtune_adaptive.training.step_result import StepResult
-from torchtune_adaptive.training.train_step import TrainStep
+from torchtune_adaptive.training.train_step import StepResult, TrainStep
 
 log = utils.get_logger("DEBUG")
 

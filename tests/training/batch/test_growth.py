@@ -107,7 +107,7 @@ def raises_at_three(epoch: int, current_batch_size: int) -> int:
 
 def test_raising_function_is_refused_quoting_its_error() -> None:
     with pytest.raises(InputError) as caught:
-        plan_growth(raises_at_three, total_epochs=9, batch_size=4)
+        plan_growth(raises_at_three, total_epochs=9, batch_size=4, maximum=99)
     assert str(caught.value) == (
         f"`batch_increase_function` {HERE}.raises_at_three failed at epoch 3 with batch size 4: ZeroDivisionError:"
         " integer division or modulo by zero."
@@ -129,7 +129,7 @@ class Uncopyable:
 
 def test_function_that_cannot_be_copied_is_called_itself() -> None:
     uncopyable = Uncopyable()
-    assert plan_growth(uncopyable, total_epochs=2, batch_size=4) == [5, 7]
+    assert plan_growth(uncopyable, total_epochs=2, batch_size=4, maximum=99) == [5, 7]
     assert uncopyable.calls == 2
 
 
