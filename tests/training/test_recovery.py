@@ -6,7 +6,6 @@ The toy is a linear model. Its inputs are the first token of each row, and the r
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +14,9 @@ from torch import nn
 from tests.support.faults import same_bits, under
 from tests.support.toys import CachingMeter
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.phases import Phases
-from torchtune_adaptive.engine.recovery import dry_run, watch
+from torchtune_adaptive.engine.recovery import watch
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
@@ -122,16 +120,6 @@ def test_a_step_out_of_memory_is_run_again_in_halves_of_its_tokens() -> None:
     assert toy.micro_batches.take_padding() == halved.micro_batches.take_padding()  # the failed attempt is not counted
 
 
-def test_a_meters_figures_are_named_and_it_is_not_reset() -> None:
-    meter = CachingMeter()
-    toy = Toy(RowLimit(4), meter=meter).failing_at(0)
-    meter.enter_phase("before")
-    with meter:
-        toy.train()
-    assert toy.events[0].figures == "peak 512 B, now 1.0 KiB available"
-    assert "before" in meter.phase_peak_bytes
-
-
 # ---- without recovery
 
 
@@ -150,13 +138,6 @@ def test_without_recovery_steps_are_the_same_and_an_error_passes(
     with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
         toy.failing_at(1).train()
     assert (toy.micro_batches.limit, toy.recoverable.retries, toy.events) == (RowLimit(4), 0, [])
-
-
-def test_a_model_that_cannot_recover_trains_without_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run, "FsdpLedger", mock.Mock(side_effect=CannotRecordError("of a reason")))
-    toy = Toy(RowLimit(4))
-    assert not toy.recoverable.recovers
-    assert same_bits(toy.train(), Toy(RowLimit(4), recovers=False).train())
 
 
 # ---- the first step
@@ -189,49 +170,15 @@ def test_a_small_first_step_that_runs_out_of_memory_does_not_reduce_later_ones()
 # ---- slow for lack of memory
 
 
-@pytest.fixture
-def meter(monkeypatch: pytest.MonkeyPatch) -> CachingMeter:
-    """A meter, whose clock the watch reads."""
-    found = CachingMeter()
-    monkeypatch.setattr(watch, "perf_counter_ns", lambda: found.now_ns)
-    return found
-
-
-def thrashing(toy: Toy, meter: CachingMeter, *retries: int) -> None:
-    """Train one step for each of ``retries``, in which the allocator frees its cache that many times.
-
-    A step takes a second, and one more with retries.
-    """
-    for count in retries:
-        toy.train()
-        meter.retries += count
-        meter.now_ns += 10**9 * (1 + (count > 0))
-
-
-def test_after_steps_that_retries_made_slow_the_next_ones_are_cut_in_halves(meter: CachingMeter) -> None:
-    toy, plain = Toy(RowLimit(4), meter=meter), Toy(RowLimit(4))
-    steps = [0] * 5 + [1, 2, 1, 3, 1]
-    thrashing(toy, meter, *steps)
-    assert toy.cuts == [4, 4] * len(steps)  # no step is repeated
-    for _ in steps:
-        plain.train()
-    assert same_bits(list(toy.model.parameters()), list(plain.model.parameters()))
-    assert toy.micro_batches.take_padding() == plain.micro_batches.take_padding()
-    assert toy.micro_batches.limit == RowLimit(2)
-    assert toy.recoverable.retries == 0
-    assert list(map(str, toy.events)) == [
-        "micro-batch 4 -> 2 rows: in step 10 rank 0 had to free the allocator's cache, which makes steps 50.0% slower"
-        " (peak 512 B, now 1.0 KiB available)"
-    ]
-    thrashing(toy, meter, *[0] * 5, 1, 1)  # the old size is tried again, after five steps; its first one is not timed
-    assert toy.micro_batches.limit == RowLimit(4)
-    thrashing(toy, meter, 1)
-    assert toy.micro_batches.limit == RowLimit(2)
-
-
-def test_single_rows_stay_although_they_are_slow_which_is_an_event_once(meter: CachingMeter) -> None:
+def test_single_rows_stay_although_they_are_slow_which_is_an_event_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = CachingMeter()
+    monkeypatch.setattr(watch, "perf_counter_ns", lambda: meter.now_ns)
     toy = Toy(RowLimit(1), meter=meter)
-    thrashing(toy, meter, *[0] * 5, *[1] * 20)
+    for step in range(25):
+        toy.train()
+        frees_cache = step >= 5
+        meter.retries += frees_cache
+        meter.now_ns += 10**9 * (1 + frees_cache)
     assert toy.micro_batches.limit == RowLimit(1)
     (event,) = toy.events
     assert str(event).startswith("micro-batch stays at 1 row, although rank 0 had to free")
