@@ -110,16 +110,6 @@ class Toy:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
-# ---- out of memory
-
-
-def test_a_step_out_of_memory_is_run_again_in_halves_of_its_tokens() -> None:
-    toy, halved = Toy(TokenLimit(24)).failing_at(0), Toy(TokenLimit(12))
-    assert same_bits(toy.train(), halved.train())
-    assert (toy.micro_batches.limit, toy.cuts[1:]) == (TokenLimit(12), halved.cuts)
-    assert toy.micro_batches.take_padding() == halved.micro_batches.take_padding()  # the failed attempt is not counted
-
-
 # ---- without recovery
 
 
