@@ -23,16 +23,18 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests.support import growth_functions
+from tests.support.faults import under
 from tests.support.ranks import run_on_ranks
 from tests.support.run_logs import events_in
-from tests.support.toys import STATE, search_result
+from tests.support.toys import STATE, CachingMeter, search_result
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.phases import Phases
+from torchtune_adaptive.engine.recovery import watch
 from torchtune_adaptive.errors import CheckpointError, NothingFitsError, RunEnded
 from torchtune_adaptive.schedule import GradientNorms
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.testing import out_of_memory
+from torchtune_adaptive.testing import Fault, out_of_memory, wrap_micro_steps
 from torchtune_adaptive.training import assembly, step_log
 from torchtune_adaptive.training import trainer as trainer_module
 from torchtune_adaptive.training.assembly import RecipeParts, build_trainer
@@ -118,6 +120,7 @@ class Toy:
     Attributes:
         sizes: what a search would have found.
         events: what was called, in order, with the argument.
+        cuts: the rows of each micro-batch.
         logged: the figures of each step.
         states: the states saved after epochs, by the number of epochs done.
         draws: a random number of each step, as dropout draws them.
@@ -139,8 +142,11 @@ class Toy:
     ranks: int = 1
     meter: CpuMeter | None = None
     recovers: bool = False
+    why_unrecoverable: str = ""
+    optimizer_class: Any = torch.optim.SGD
     capacity: float = math.inf  # tokens of a micro-batch with padding
     events: list[str] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)
     logged: dict[int, dict[str, float]] = field(default_factory=dict)
     on_before_step: Callable[[int], object] = lambda step: None
     on_log: Callable[[], object] = lambda: None
@@ -155,7 +161,7 @@ class Toy:
     def __post_init__(self) -> None:
         self.model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(self.model.weight, W)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
+        self.optimizer: torch.optim.Optimizer = self.optimizer_class(self.model.parameters(), lr=LR)
         self.steps = KeptSteps(
             self.model.weight, self.events, every_steps=self.save_every_steps, succeeds=self.saves_succeed
         )
@@ -167,7 +173,7 @@ class Toy:
                 [self.model],
                 self._objective,
                 OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=self.max_grad_norm),
-                collate=lambda rows: torch.tensor([[float(row["tokens"][0]), len(row["tokens"])] for row in rows]),
+                collate=self._collate,
                 device=CPU,
                 phases=Phases([self.model], self.meter),
                 meter=self.meter,
@@ -195,7 +201,7 @@ class Toy:
             run=STATE.run,
             config=self.config,
             loss_adds_up=True,
-            why_unrecoverable="",
+            why_unrecoverable=self.why_unrecoverable,
             before_step=self._before_step,
             save=self._save,
         )
@@ -207,6 +213,12 @@ class Toy:
             self.trainer = build_trainer(parts, settings, Consensus())
         self.loader, self.micro_batches = self.trainer.loader, self.trainer.micro_batches
         self.recoverable, self.saver = self.trainer.recoverable, self.trainer.saver
+        self.cuts.clear()
+
+    def failing_at(self, number: int) -> "Toy":
+        """Return this toy; the micro-step of this number in its first step will run out of memory."""
+        wrap_micro_steps(self.recoverable, partial(under, {number: Fault(0)}))
+        return self
 
     def train(self) -> "Toy":
         self.trainer.train()
@@ -227,6 +239,10 @@ class Toy:
     def history(self) -> list[dict[str, Any]]:
         """The decisions in the log on disk."""
         return events_in(self.directory, "sizes")
+
+    def _collate(self, rows: Sequence[Row]) -> torch.Tensor:
+        self.cuts.append(len(rows))
+        return torch.tensor([[float(row["tokens"][0]), len(row["tokens"])] for row in rows])
 
     def _objective(self, batch: torch.Tensor) -> Loss:
         xs, lengths = batch[:, :1], batch[:, 1]  # [B, 1], [B]
@@ -391,15 +407,21 @@ def test_an_increase_that_is_refused_is_logged_and_changes_nothing(
 # ---- gradient noise
 
 
-def test_measured_steps_reach_the_schedule_with_the_norms_of_mean_gradients(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails_at", [None, 0, 1])
+def test_measured_steps_reach_the_schedule_with_the_norms_of_mean_gradients(
+    fails_at: int | None, tmp_path: Path
+) -> None:
     schedule = Recording()
-    toy = Toy(tmp_path, function=schedule, batch_size=4, epochs=range(1)).train()
+    toy = Toy(tmp_path, function=schedule, batch_size=4, epochs=range(1), recovers=True)
+    if fails_at is not None:
+        toy.failing_at(fails_at)
+    toy.train()
+    assert toy.recoverable.retries == (fails_at is not None)
     assert schedule.seen == [
         GradientNorms(2, pytest.approx(0.5**2), 4, pytest.approx(1.5**2)),  # pyright: ignore[reportArgumentType]
         GradientNorms(2, pytest.approx(8.5**2), 4, pytest.approx(9.5**2)),  # pyright: ignore[reportArgumentType]
     ]
     assert toy.figures("seen") == [1, 1, 2]
-    assert toy.figures("micro_batch_size") == [4, 4, 4]
 
 
 # ---- out of memory
@@ -480,6 +502,51 @@ def test_another_error_of_the_optimizer_passes(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch.optim.SGD, "step", mock.Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         Toy(tmp_path, recovers=True).train()
+
+
+@pytest.mark.parametrize("why", ["", "of a reason"], ids=["not wanted", "not possible"])
+def test_without_recovery_steps_are_the_same_and_an_error_passes(
+    why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(name: str, **options: Any) -> Toy:
+        dataset = rows_of(*range(12), lengths=[1, 3, 2] * 4)
+        return Toy(tmp_path / name, dataset, batch_size=4, optimizer_class=torch.optim.AdamW, **options)
+
+    recovering, without = make("recovering", recovers=True), make("without", recovers=bool(why), why_unrecoverable=why)
+    assert (recovering.recoverable.recovers, without.recoverable.recovers) == (True, False)
+    assert len(recovering.optimizer.state) == len(without.optimizer.state) == 1  # before the first step
+    assert caplog.messages == [f"An out-of-memory error in training will end the run: {why}."] * bool(why)
+    assert recovering.train().weight == without.train().weight
+    assert recovering.figures("padding") == without.figures("padding")
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+        make("failing").failing_at(0).train()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_first_step_may_have_small_micro_batches_whose_error_does_not_reduce_later_ones(
+    fails: bool, tmp_path: Path
+) -> None:
+    toy = Toy(tmp_path, batch_size=4, epochs=range(1), recovers=True)
+    toy.micro_batches.start_small()
+    if fails:
+        toy.failing_at(0)
+    toy.train()
+    assert toy.cuts == ([2, 1, 1, 1, 1] if fails else [2, 2]) + [4, 4]
+
+
+def test_single_rows_stay_although_they_are_slow_which_is_an_event_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def free_cache(step: int) -> None:
+        meter.retries += step > 5
+        meter.now_ns += 10**9 * (1 + (step > 5))
+
+    meter = CachingMeter()
+    monkeypatch.setattr(watch, "perf_counter_ns", lambda: meter.now_ns)
+    toy = Toy(tmp_path, batch_size=1, recovers=True, meter=meter, on_before_step=free_cache).train()
+    assert toy.micro_batches.limit == RowLimit(1)
+    (event,) = toy.recoverable.events
+    assert str(event).startswith("micro-batch stays at 1 row, although rank 0 had to free")
 
 
 # ---- a resumed run

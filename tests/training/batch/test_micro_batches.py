@@ -98,6 +98,16 @@ def test_every_rank_has_the_same_number_of_micro_batches_and_every_row_is_in_one
             assert len(cut) == math.ceil(most / size)
 
 
+@pytest.mark.parametrize(("limit", "rows"), [(RowLimit(4), 2), (RowLimit(1), 1), (TokenLimit(12), 1)], ids=str)
+def test_one_step_may_have_the_smallest_micro_batches_that_a_search_tries(limit: MicroBatchLimit, rows: int) -> None:
+    batches, samples = batcher(limit), samples_of(*[3] * 8)
+    batches.start_small()
+    assert batches.limit == limit
+    assert [len(one.rows) for one in batches.cut(samples)] == [rows] * (8 // rows)
+    batches.end_step()
+    assert batches.cut(samples) == batcher(limit).cut(samples)
+
+
 # ---- padding
 
 
