@@ -25,7 +25,7 @@ class FolderReplacedError(CheckpointError):
 class FolderLock:
     """Keeps other runs out of a folder, from creation until this process ends in any way, and notices its replacement.
 
-    A folder is told by its lock's file, not by its path: a folder may be renamed, and another made in its place.
+    A folder is known by its lock's file, not by its path: it may be renamed, and another made in its place.
 
     Attributes:
         last_run: the id of the run that has written here last, "" if there is none.

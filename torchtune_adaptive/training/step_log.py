@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torchtune import training, utils
+from torchtune.training.lr_schedulers import get_lr
 
 from torchtune_adaptive.engine.memory.resident import anonymous_bytes
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
@@ -155,7 +156,7 @@ class StepLog:
         limit = self.micro_batches.limit
         figures: dict[str, Any] = {
             "loss": result.loss,
-            "lr": self.step.policy.learning_rate,
+            "lr": get_lr(self.step.policy.optimizers[0]),
             "tokens_per_second_per_gpu": result.num_tokens / (seconds * self.ranks),
             "global_batch_size": self.loader.samples_per_step,
             limit.key: limit.size,

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -100,11 +99,6 @@ class TrainStep:
             state_comes_first=True,
         )
 
-    @property
-    def metered(self) -> AbstractContextManager[Any]:
-        """The context in which the device's memory is metered, if there is a meter."""
-        return contextlib.nullcontext() if self.meter is None else self.meter
-
     def micro_step(self, micro_batch: MicroBatch) -> Loss:
         """Forward pass, loss and backward pass of one micro-batch. With FSDP2 a collective.
 
@@ -201,8 +195,5 @@ def own_norm_squared(model: nn.Module) -> torch.Tensor:
     """The squared norm of this rank's part of the gradient, in float64. Nothing is communicated."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    wide = [torch.promote_types(gradient.dtype, torch.float32) for gradient in own]
-    norms = [
-        torch.linalg.vector_norm(gradient, dtype=dtype).double() for gradient, dtype in zip(own, wide, strict=True)
-    ]
+    norms = [torch.linalg.vector_norm(one, dtype=torch.promote_types(one.dtype, torch.float32)).double() for one in own]
     return torch.stack(norms).square().sum()
