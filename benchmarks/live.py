@@ -27,8 +27,7 @@ from torchtune_adaptive.training.batch.loader import StepSamples
 from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.objectives import Loss
 from torchtune_adaptive.training.sizes import SizeFinder, probe_batch
-from torchtune_adaptive.training.step_result import StepResult
-from torchtune_adaptive.training.train_step import TrainStep
+from torchtune_adaptive.training.train_step import StepResult, TrainStep
 
 
 class Watch:

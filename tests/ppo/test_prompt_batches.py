@@ -27,14 +27,14 @@ def test_an_epoch_resumed_after_any_batch_has_the_same_remaining_batches() -> No
         assert len(whole) == 5
         for done in range(6):
             batches = batches_of(epoch=epoch)
-            batches.go_to(done)
+            batches.done = done
             assert taken(batches) == whole[done:]
             assert taken(batches) == whole  # the next epoch begins with its first batch
 
 
 def test_batches_are_counted_until_the_epoch_ends_or_is_left() -> None:
     batches = batches_of()
-    batches.go_to(1)
+    batches.done = 1
     assert [batches.done for _ in batches] == [2, 3, 4, 5]
     assert batches.done == 0
     for _ in batches:
@@ -49,6 +49,6 @@ def test_generators_are_restored_before_an_epoch_and_within_one_once_its_iterato
         states: list[torch.Tensor] = []
         torch.set_rng_state(before)
         batches = batches_of(restore_random=lambda states=states: states.append(torch.get_rng_state()))
-        batches.go_to(done)
+        batches.done = done
         next(iter(batches))
         assert [not torch.equal(state, before) for state in states] == made_before

@@ -1,4 +1,4 @@
-"""What is refused of a config before its recipe is set up, and what torchtune's own set-up refuses."""
+"""What is refused of a config before its recipe is set up."""
 
 import importlib
 import logging
@@ -6,7 +6,6 @@ import subprocess
 import sys
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from omegaconf import OmegaConf
 from torch import nn
 from torchtune.modules.model_fusion import DeepFusionModel, EarlyFusionModel
 
-from tests.support.recipe_runs import SHALLOW, adaptive_recipe, shallow_assets, tiny_config
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.launch import check_first
 from torchtune_adaptive.output import filter_messages
@@ -387,28 +385,3 @@ def test_models_that_fit_or_whose_sizes_are_not_known_pass(models: list[nn.Modul
 )
 def test_the_reason_why_a_config_cannot_recover_is_named(config: dict[str, Any], reason: str) -> None:
     assert why_unrecoverable(OmegaConf.create(config)) == reason
-
-
-# ---- what torchtune's set-up refuses, so that no check of ours is needed
-
-IN_SET_UP = {
-    "seed=x": "The recipe cannot be set up: TypeError",
-    "dataset=x": "instantiate only supports DictConfigs, got <class 'str'>",
-    "batch_size=0": "batch_size should be a positive integer value, but got batch_size=0",
-    "enable_activation_offloading=True": "enable_activation_offloading should only be True when training on CUDA",
-    "optimizer._component_=torch.optim.Nonsense": "Error loading 'torch.optim.Nonsense'",
-    "optimizer.weight_decy=1": "unexpected keyword argument 'weight_decy'",
-    "checkpointer.checkpoint_files=[none.pt]": "ValueError: No file with name: none.pt found in ",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
-@pytest.mark.parametrize("override", IN_SET_UP)
-def test_torchtunes_set_up_refuses_a_value_before_training(override: str, tiny_dir: Path, tmp_path: Path) -> None:
-    cfg = tiny_config("full_single", shallow_assets(tiny_dir), tmp_path, **SHALLOW, device="cpu")
-    cfg: Any = OmegaConf.merge(cfg, OmegaConf.from_dotlist([override]))
-    with pytest.raises(InputError) as refused:
-        adaptive_recipe("full_single")(cfg=cfg).setup(cfg=cfg)
-    assert IN_SET_UP[override] in str(refused.value)
-    assert "\n" not in str(refused.value)

@@ -13,8 +13,7 @@ from torchtune import training
 from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.stock.identity import identity, method_of_recipe
-from torchtune_adaptive.stock.load import load_stock_recipe
+from torchtune_adaptive.stock.identity import identity
 from torchtune_adaptive.stock.resume import content_digest, stock_checkpoint
 from torchtune_adaptive.training.checkpoints.digests import digests_of
 from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder
@@ -75,18 +74,6 @@ def test_a_new_run_has_a_new_id_and_a_resumed_one_keeps_it(models: Models) -> No
     assert first.id != second.id
     assert replace(first, id="") == replace(second, id="")
     assert models.identity(resumed=models.checkpoint(first)) == first
-
-
-def test_the_method_is_that_of_the_stock_recipe_on_any_device(models: Models) -> None:
-    for name, recipe in (
-        ("full_finetune_distributed", "FullFinetuneRecipeDistributed"),
-        ("full_finetune_single_device", "FullFinetuneRecipeSingleDevice"),
-    ):
-
-        class OfTheUser(getattr(load_stock_recipe(name), recipe)):
-            pass
-
-        assert method_of_recipe(OfTheUser) == "full_finetune"
 
 
 @pytest.mark.parametrize(

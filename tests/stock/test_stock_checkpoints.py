@@ -187,7 +187,9 @@ def test_only_a_shortage_of_space_is_said_with_the_space(recipe: Recipe, monkeyp
         f" in {recipe.path})"
     )
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**20, no_limit))
-    assert recipe.folder.describe_space().endswith(f" in {recipe.path}, `ulimit -f` allows files of 1.0 MiB)")
+    assert recipe.folder.describe_space(RuntimeError()).endswith(
+        f" in {recipe.path}, `ulimit -f` allows files of 1.0 MiB)"
+    )
     recipe.path.rmdir()
     assert recipe.folder.describe_space(FileNotFoundError(errno.ENOENT, "No such file")) == ""
     assert recipe.folder.describe_space(CheckpointError("no folder")) == f" (no folder {recipe.path})"

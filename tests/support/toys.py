@@ -54,6 +54,31 @@ def loop_of(model: nn.Module, consensus: Consensus, *, release: Callable[[], obj
     )
 
 
+class OneOf(Consensus):
+    """One rank of several; ``others`` are the values of the other ranks. ``said`` are the numbers that it gave."""
+
+    def __init__(self, rank: int, world_size: int, *others: Any) -> None:
+        super().__init__()
+        self._place = (rank, world_size)
+        self._others = others
+        self.said: list[int] = []
+
+    @property
+    def rank(self) -> int:
+        return self._place[0]
+
+    @property
+    def world_size(self) -> int:
+        return self._place[1]
+
+    def max_over_ranks(self, number: int) -> int:
+        self.said.append(number)
+        return max(number, *self._others)
+
+    def from_all_ranks(self, value: Any) -> list[Any]:
+        return [value, *self._others]
+
+
 class Samples:
     """A data set of rows of given lengths; remembers which were read."""
 

@@ -354,13 +354,6 @@ def test_a_run_resumed_from_a_step_goes_on_with_its_schedule_and_its_log(tmp_pat
     assert logged == [one["step"] for one in steps]
 
 
-def test_steps_are_saved_and_kept_as_the_settings_say(tmp_path: Path) -> None:
-    recipe = Recipe(tmp_path)
-    train(recipe, save_every_n_steps=3, keep_last_n_checkpoints=2)
-    assert [one.path.name for one in recipe.parts.checkpoints.checkpoints()] == ["step_9", "step_12"]
-    assert recipe.saved == [0, 1]
-
-
 def test_with_optimizers_in_backward_a_resumed_batch_that_no_longer_fits_is_refused(tmp_path: Path) -> None:
     """Optimizers that step within backward would step once for each micro-batch."""
     directory = tmp_path / "run"

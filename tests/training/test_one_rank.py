@@ -1,4 +1,4 @@
-"""One rank without sharding: LoRA equals the stock recipe bit for bit, NF4 models train. One device without ranks."""
+"""One rank without sharding: LoRA equals the stock recipe bit for bit, and NF4 models train."""
 
 import shutil
 from pathlib import Path
@@ -7,13 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from adaptive_lora_finetune_distributed import refuse_quantized
 from torch.distributed.tensor import DTensor
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import training
 
-from tests.support.ranks import run_alone, run_on_ranks
+from tests.support.ranks import run_on_ranks
 from tests.support.recipe_runs import (
     SHALLOW,
     Step,
@@ -23,7 +22,6 @@ from tests.support.recipe_runs import (
     shallow_assets,
     stock_recipe,
     tiny_config,
-    without_saving,
 )
 from torchtune_adaptive.engine.memory.operations import plain_parts
 from torchtune_adaptive.errors import InputError
@@ -182,46 +180,3 @@ def test_offloading_a_quantized_model_is_refused_in_one_sentence(tiny_dir: Path,
     refuse_quantized(tiny_config("lora", tiny_dir, tmp_path).model)
     with pytest.raises(InputError, match="`fsdp_cpu_offload` must be False for a quantized model on one rank, but"):
         refuse_quantized(tiny_config("lora", tiny_dir, tmp_path, model__quantize_base=True).model)
-
-
-# ---- on one device, without a process group
-
-
-# Two epochs of two steps, of four rows.
-ON_ONE_DEVICE: dict[str, Any] = SHALLOW | {
-    "epochs": 2,
-    "dataset__split": "train[:8]",
-    "tokenizer__max_seq_len": 64,
-    "optimizer__lr": 1e-2,
-    "adaptive__memory_limit": None,
-}
-
-
-def _save_on_device(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    """Two epochs of LoRA, with and without saving; and whether the first checkpoint has merged weights."""
-    recipe_class = adaptive_recipe("lora_single")
-    cfg = tiny_config("lora_single", tiny_dir, output_dir, **ON_ONE_DEVICE)
-    steps, _, recipe = finished(recipe_class, cfg)
-    unsaved_steps, _, unsaved = finished(without_saving(recipe_class), cfg)
-    checkpoint, name = torch.load(tiny_dir / "model.pt"), "layers.0.attn.q_proj.weight"
-    assert not dist.is_initialized()
-    merged = torch.load(output_dir / "epoch_0" / "model-00001-of-00001.bin")[name]
-    return {
-        "steps": (_figures(steps), _figures(unsaved_steps)),
-        "adapters equal": same_bits(_trained(recipe), _trained(unsaved)),
-        "base kept": _is_base_of_checkpoint(recipe, checkpoint),
-        "merged": not torch.equal(merged, checkpoint[name]),
-    }
-
-
-def test_on_one_device_saving_leaves_the_base_and_the_training_of_lora_as_they_are(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    """The stock recipe merges the adapters into the weights that it trains, if these are on the CPU."""
-    outcome = run_alone(_save_on_device, shallow_assets(tiny_dir), tmp_path)
-    steps, unsaved = outcome["steps"]
-    assert len(unsaved) == 4
-    assert steps == unsaved
-    assert outcome["adapters equal"]
-    assert outcome["base kept"]
-    assert outcome["merged"]

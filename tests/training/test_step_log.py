@@ -25,7 +25,7 @@ from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.training.batch.row_format import TokenRows
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.step_log import StepLog
-from torchtune_adaptive.training.step_result import StepResult
+from torchtune_adaptive.training.train_step import StepResult
 from torchtune_adaptive.training.utilisation import Utilisation
 
 RESULT = StepResult(loss=0.5, weight=30.0, num_tokens=1200, metrics={}, grad_norm=None)
@@ -55,7 +55,9 @@ class Parts:
     ) -> None:
         self.micro_batches = MicroBatcher(limit or RowLimit(8), TokenRows(-100), Consensus(), [])
         self.utilisation = Utilisation(self.micro_batches, peak=None)
-        self.step: Any = SimpleNamespace(policy=SimpleNamespace(learning_rate=0.01), meter=meter)
+        self.step: Any = SimpleNamespace(
+            policy=SimpleNamespace(optimizers=[SimpleNamespace(param_groups=[{"lr": 0.01}])]), meter=meter
+        )
         self.recoverable: Any = SimpleNamespace(retries=3, events=())
         self.loader: Any = SimpleNamespace(samples_per_step=64, is_global=is_global, batch_size=16, key="batch_size")
         self.growth = BatchGrowth(None, total_epochs=1, samples_per_unit=1, consensus=Consensus())

@@ -20,41 +20,34 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests.support import growth_functions
-from tests.support.loaders import step_loader
+from tests.support.faults import under
 from tests.support.ranks import run_on_ranks
 from tests.support.run_logs import events_in
-from tests.support.toys import STATE, search_result
+from tests.support.toys import STATE, CachingMeter, search_result
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.distributed.rank_states import RankStates
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.phases import Phases
-from torchtune_adaptive.engine.recovery.step import RecoverableStep
-from torchtune_adaptive.engine.recovery.watch import PressureWatch
+from torchtune_adaptive.engine.recovery import watch
 from torchtune_adaptive.errors import CheckpointError, NothingFitsError, RunEnded
 from torchtune_adaptive.schedule import GradientNorms
-from torchtune_adaptive.testing import out_of_memory
-from torchtune_adaptive.training import step_log
+from torchtune_adaptive.settings import AdaptiveSettings
+from torchtune_adaptive.testing import Fault, out_of_memory, wrap_micro_steps
+from torchtune_adaptive.training import assembly, step_log
 from torchtune_adaptive.training import trainer as trainer_module
-from torchtune_adaptive.training.assembly import prepare_recovery
-from torchtune_adaptive.training.batch.growth import BatchGrowth
+from torchtune_adaptive.training.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.training.batch.limits import RowLimit
-from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.training.batch.row_format import Row, TokenRows
-from torchtune_adaptive.training.checkpoints.saver import RunSaver
+from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
-from torchtune_adaptive.training.learning_rate import LearningRate
 from torchtune_adaptive.training.objectives import Loss
 from torchtune_adaptive.training.optimizers import OptimizerStep
 from torchtune_adaptive.training.profiling import StepProfiler
-from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.sizes import Sizes
-from torchtune_adaptive.training.step_log import StepLog
 from torchtune_adaptive.training.train_step import TrainStep
-from torchtune_adaptive.training.trainer import Trainer
-from torchtune_adaptive.training.utilisation import Utilisation
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
 
@@ -107,6 +100,9 @@ class KeptSteps(StepCheckpoints):
     def wait(self) -> None:
         self._events.append("wait")
 
+    def load(self, checkpoint: Checkpoint | None, *, config: object) -> AdaptiveState | None:
+        return None if checkpoint is None else checkpoint.state
+
     def options(self) -> dict[str, Any]:
         return {"groups": [[{"momentum": 0}]], "numbers": {}}
 
@@ -119,10 +115,12 @@ def as_read(state: AdaptiveState) -> AdaptiveState:
 
 @dataclass
 class Toy:
-    """A trainer over ``dataset`` with all of its parts; no recipe, no config, no process group.
+    """A trainer over ``dataset``; no recipe, no config, no process group, no search.
 
     Attributes:
+        sizes: what a search would have found.
         events: what was called, in order, with the argument.
+        cuts: the rows of each micro-batch.
         logged: the figures of each step.
         states: the states saved after epochs, by the number of epochs done.
         draws: a random number of each step, as dropout draws them.
@@ -134,20 +132,21 @@ class Toy:
     batch_size: int = 2
     micro_steps: int = 1
     shuffle: bool = False
-    global_batch_size: int | None = None
     function: Any = None
     maximum: int = 100
     sizes: Sizes = field(default_factory=Sizes)
     epochs: range = range(2)
-    steps_done: int = 0
     saved: AdaptiveState | None = None
     max_grad_norm: float | None = None
     decays: bool = False
     ranks: int = 1
     meter: CpuMeter | None = None
     recovers: bool = False
+    why_unrecoverable: str = ""
+    optimizer_class: Any = torch.optim.SGD
     capacity: float = math.inf  # tokens of a micro-batch with padding
     events: list[str] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)
     logged: dict[int, dict[str, float]] = field(default_factory=dict)
     on_before_step: Callable[[int], object] = lambda step: None
     on_log: Callable[[], object] = lambda: None
@@ -162,99 +161,64 @@ class Toy:
     def __post_init__(self) -> None:
         self.model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(self.model.weight, W)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
-        phases = Phases([self.model], self.meter)
-        self.step = TrainStep(
-            [self.model],
-            self._objective,
-            OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=self.max_grad_norm),
-            collate=lambda rows: torch.tensor([[float(row["tokens"][0]), len(row["tokens"])] for row in rows]),
-            device=CPU,
-            phases=phases,
-            meter=self.meter,
-            stop_requested=lambda: self.trainer.global_step + 1 == self.stop_after,
-        )
-        self.loader = step_loader(
-            self.dataset,
-            batch_size=self.global_batch_size or self.batch_size,
-            micro_steps=self.micro_steps,
-            is_global=self.global_batch_size is not None,
-            shuffle=self.shuffle,
-        )
-        limit = self.sizes.limit(self.loader.rows_per_micro_step)
-        self.micro_batches = MicroBatcher(limit, TokenRows(-100), Consensus(), self.dataset)
-        self.recoverable = RecoverableStep(
-            self.model,
-            self.step.micro_step,
-            micro_batch_size=self.micro_batches,
-            optimizer=self.optimizer,
-            watch=PressureWatch(Consensus(), self.meter, phases),
-            steps_done=self.steps_done,
-        )
-        prepare_recovery(
-            self.recoverable,
-            self.step.loop(Consensus()),
-            rows_of(1, 2, lengths=(2, 3)),
-            is_wanted=self.recovers,
-            why_not="",
-        )
-        growth = BatchGrowth(
-            self.function,
-            total_epochs=self.epochs.stop,
-            samples_per_unit=self.loader.samples_per_step_at(1),
-            consensus=Consensus(),
-            maximum=self.maximum,
-        )
-        self.run_log = RunLog(self.directory, writes=True)
-        self.run_log.begin(step=self.steps_done)
-        rate = self._rate()
-        self.step_log = StepLog(
-            SimpleNamespace(log_dict=self._log),
-            self.run_log,
-            self.step,
-            self.recoverable,
-            self.micro_batches,
-            Utilisation(self.micro_batches, peak=None),
-            self.loader,
-            growth,
-            checkpoints=(),
-            ranks=self.ranks,
-        )
-        steps: Any = KeptSteps(
+        self.optimizer: torch.optim.Optimizer = self.optimizer_class(self.model.parameters(), lr=LR)
+        self.steps = KeptSteps(
             self.model.weight, self.events, every_steps=self.save_every_steps, succeeds=self.saves_succeed
         )
-        self.steps: KeptSteps = steps
-        self.saver = RunSaver(
-            self.loader,
-            self.micro_batches,
-            (rate, growth, self.recoverable.backoff),
-            steps,
-            RankStates(Consensus(), CPU),
-            consensus=Consensus(),
-            save_epoch=self._save,
+        profiler = SimpleNamespace(**{name: partial(self.events.append, name) for name in ("start", "step", "stop")})
+        data: Any = self.dataset
+        saved = self.saved
+        parts = RecipeParts(
+            step=TrainStep(
+                [self.model],
+                self._objective,
+                OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=self.max_grad_norm),
+                collate=self._collate,
+                device=CPU,
+                phases=Phases([self.model], self.meter),
+                meter=self.meter,
+                stop_requested=lambda: self.trainer.global_step + 1 == self.stop_after,
+            ),
+            scheduler=self._build_scheduler(
+                self.epochs.stop * (len(self.dataset) // (self.batch_size * self.micro_steps)), -1
+            ),
+            build_scheduler=self._build_scheduler,
+            sampler=StatefulDistributedSampler(data, num_replicas=1, rank=0, shuffle=self.shuffle),
+            row_format=TokenRows(-100),
+            tokenizer_max_seq_len=None,
+            batch_size=self.batch_size,
+            micro_steps=self.micro_steps,
+            max_steps_per_epoch=None,
+            epochs=self.epochs,
+            ranks=self.ranks,
+            metric_logger=SimpleNamespace(log_dict=self._log),
+            log_every_steps=1,
+            with_memory_stats=False,
+            profiler=StepProfiler(profiler, memory_steps=None),
+            output_dir=self.directory,
+            checkpoints=CheckpointFolder(self.directory),
+            resumed=None if saved is None else Checkpoint(self.directory / "saved", 1, saved, saved.epochs_run),
             run=STATE.run,
             config=self.config,
-            memory_limit_bytes=1000,
-        )
-        self.trainer = Trainer(
-            self.step,
-            self.recoverable,
-            self.micro_batches,
-            self.loader,
-            growth,
-            rate,
-            self.run_log,
-            self.step_log,
-            StepProfiler(
-                SimpleNamespace(**{name: partial(self.events.append, name) for name in ("start", "step", "stop")}),
-                memory_steps=None,
-            ),
-            self.saver,
-            sizes=self.sizes,
+            loss_adds_up=True,
+            why_unrecoverable=self.why_unrecoverable,
             before_step=self._before_step,
-            epochs=self.epochs,
-            global_step=self.steps_done,
+            save=self._save,
         )
+        settings = AdaptiveSettings(
+            batch_increase_function=self.function, growth_limit=self.maximum, oom_recovery=self.recovers
+        )
+        found = {"_find_sizes": lambda *_: self.sizes, "StepCheckpoints": lambda *_: self.steps}
+        with mock.patch.multiple(assembly, **found):
+            self.trainer = build_trainer(parts, settings, Consensus())
+        self.loader, self.micro_batches = self.trainer.loader, self.trainer.micro_batches
+        self.recoverable, self.saver = self.trainer.recoverable, self.trainer.saver
+        self.cuts.clear()
+
+    def failing_at(self, number: int) -> "Toy":
+        """Return this toy; the micro-step of this number in its first step will run out of memory."""
+        wrap_micro_steps(self.recoverable, partial(under, {number: Fault(0)}))
+        return self
 
     def train(self) -> "Toy":
         self.trainer.train()
@@ -276,6 +240,10 @@ class Toy:
         """The decisions in the log on disk."""
         return events_in(self.directory, "sizes")
 
+    def _collate(self, rows: Sequence[Row]) -> torch.Tensor:
+        self.cuts.append(len(rows))
+        return torch.tensor([[float(row["tokens"][0]), len(row["tokens"])] for row in rows])
+
     def _objective(self, batch: torch.Tensor) -> Loss:
         xs, lengths = batch[:, :1], batch[:, 1]  # [B, 1], [B]
         if len(batch) * lengths.max() > self.capacity:
@@ -283,30 +251,8 @@ class Toy:
         metrics = {"twice_x": 2 * xs.sum()}
         return Loss(self.model(xs).sum(), torch.tensor(len(batch)), lengths.sum(), metrics)
 
-    def _rate(self) -> LearningRate:
-        def build(steps: int, last: int) -> Any:
-            return LambdaLR(self.optimizer, lambda step: 1 - step / steps, last_epoch=last) if self.decays else None
-
-        rate = LearningRate(
-            build(1, -1),
-            [self.optimizer],
-            build,
-            total_epochs=self.epochs.stop,
-            schedule_steps=self.loader.steps_per_epoch,
-            rule="none",
-            reference_samples=self.loader.samples_per_step,
-        )
-        if self.saved is not None:
-            rate.load_state_dict(asdict(self.saved))
-        samples = 0 if self.saved is None else self.saved.epoch_samples
-        rate.begin(
-            epoch=self.epochs.start,
-            step=self.steps_done,
-            epoch_steps=samples // self.loader.samples_per_step,
-            steps_per_epoch=self.loader.steps_per_epoch,
-            grows=True,
-        )
-        return rate
+    def _build_scheduler(self, steps: int, last: int) -> Any:
+        return LambdaLR(self.optimizer, lambda step: 1 - step / steps, last_epoch=last) if self.decays else None
 
     def _log(self, payload: dict[str, float], step: int) -> None:
         self.logged[step] = payload
@@ -437,8 +383,12 @@ def test_the_batch_grows_between_epochs_and_all_that_depends_on_it_follows(
         [LR * (1 - step / 18) for step in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 18)]
     )
     reason = "epoch 1: increase of 2 granted, batch_size 2 -> 4"
-    assert toy.history() == [{"step": 7, "epoch": 1, "batch_size": 4, "samples_per_step": 4, "reason": reason}]
-    assert decisions(caplog) == [
+    entry = {"step": 7, "epoch": 1, "batch_size": 4, "samples_per_step": 4, "reason": reason}
+    assert toy.history() == [
+        entry | {"step": 1, "epoch": 0, "batch_size": 2, "samples_per_step": 2, "reason": "config"},
+        entry,
+    ]
+    assert decisions(caplog)[1:] == [
         reason,
         f"batch_size 4 ({reason}): 4 rows * 1 micro-steps * 1 ranks = 4 samples per optimizer step,"
         " in micro-steps of at most 2 rows per rank",
@@ -450,22 +400,28 @@ def test_an_increase_that_is_refused_is_logged_and_changes_nothing(
 ) -> None:
     toy = Toy(tmp_path, function=adds_two_in_epoch_one, maximum=3).train()
     assert toy.figures("batch_size") == [2] * 12
-    assert toy.run_log.history == []
-    assert decisions(caplog) == ["epoch 1: increase of 2 refused, 2 + 2 = 4 is above the maximum of 3"]
+    assert [entry["reason"] for entry in toy.history()] == ["config"]
+    assert decisions(caplog)[1:] == ["epoch 1: increase of 2 refused, 2 + 2 = 4 is above the maximum of 3"]
 
 
 # ---- gradient noise
 
 
-def test_measured_steps_reach_the_schedule_with_the_norms_of_mean_gradients(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails_at", [None, 0, 1])
+def test_measured_steps_reach_the_schedule_with_the_norms_of_mean_gradients(
+    fails_at: int | None, tmp_path: Path
+) -> None:
     schedule = Recording()
-    toy = Toy(tmp_path, function=schedule, batch_size=4, epochs=range(1)).train()
+    toy = Toy(tmp_path, function=schedule, batch_size=4, epochs=range(1), recovers=True)
+    if fails_at is not None:
+        toy.failing_at(fails_at)
+    toy.train()
+    assert toy.recoverable.retries == (fails_at is not None)
     assert schedule.seen == [
         GradientNorms(2, pytest.approx(0.5**2), 4, pytest.approx(1.5**2)),  # pyright: ignore[reportArgumentType]
         GradientNorms(2, pytest.approx(8.5**2), 4, pytest.approx(9.5**2)),  # pyright: ignore[reportArgumentType]
     ]
     assert toy.figures("seen") == [1, 1, 2]
-    assert toy.figures("micro_batch_size") == [4, 4, 4]
 
 
 # ---- out of memory
@@ -509,7 +465,8 @@ def test_larger_micro_batches_are_tried_again_at_an_epochs_start(
 
 
 def test_an_error_that_ends_the_run_is_in_its_log(tmp_path: Path) -> None:
-    toy = Toy(tmp_path, rows_of(*range(4), lengths=[4] * 4), recovers=True, capacity=3)
+    toy = Toy(tmp_path, rows_of(*range(4), lengths=[4] * 4), recovers=True)
+    toy.capacity = 3
     with pytest.raises(NothingFitsError):
         toy.train()
     (event,) = events_in(tmp_path, "out of memory")
@@ -547,6 +504,51 @@ def test_another_error_of_the_optimizer_passes(tmp_path: Path, monkeypatch: pyte
         Toy(tmp_path, recovers=True).train()
 
 
+@pytest.mark.parametrize("why", ["", "of a reason"], ids=["not wanted", "not possible"])
+def test_without_recovery_steps_are_the_same_and_an_error_passes(
+    why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(name: str, **options: Any) -> Toy:
+        dataset = rows_of(*range(12), lengths=[1, 3, 2] * 4)
+        return Toy(tmp_path / name, dataset, batch_size=4, optimizer_class=torch.optim.AdamW, **options)
+
+    recovering, without = make("recovering", recovers=True), make("without", recovers=bool(why), why_unrecoverable=why)
+    assert (recovering.recoverable.recovers, without.recoverable.recovers) == (True, False)
+    assert len(recovering.optimizer.state) == len(without.optimizer.state) == 1  # before the first step
+    assert caplog.messages == [f"An out-of-memory error in training will end the run: {why}."] * bool(why)
+    assert recovering.train().weight == without.train().weight
+    assert recovering.figures("padding") == without.figures("padding")
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+        make("failing").failing_at(0).train()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_first_step_may_have_small_micro_batches_whose_error_does_not_reduce_later_ones(
+    fails: bool, tmp_path: Path
+) -> None:
+    toy = Toy(tmp_path, batch_size=4, epochs=range(1), recovers=True)
+    toy.micro_batches.start_small()
+    if fails:
+        toy.failing_at(0)
+    toy.train()
+    assert toy.cuts == ([2, 1, 1, 1, 1] if fails else [2, 2]) + [4, 4]
+
+
+def test_single_rows_stay_although_they_are_slow_which_is_an_event_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def free_cache(step: int) -> None:
+        meter.retries += step > 5
+        meter.now_ns += 10**9 * (1 + (step > 5))
+
+    meter = CachingMeter()
+    monkeypatch.setattr(watch, "perf_counter_ns", lambda: meter.now_ns)
+    toy = Toy(tmp_path, batch_size=1, recovers=True, meter=meter, on_before_step=free_cache).train()
+    assert toy.micro_batches.limit == RowLimit(1)
+    (event,) = toy.recoverable.events
+    assert str(event).startswith("micro-batch stays at 1 row, although rank 0 had to free")
+
+
 # ---- a resumed run
 
 
@@ -557,16 +559,8 @@ def going_on(directory: Path, epochs: range, **options: Any) -> Toy:
 
 
 def resumed_from(saved: AdaptiveState, weight: float, directory: Path, **options: Any) -> Toy:
-    resumed = going_on(
-        directory,
-        range(saved.epochs_run, 4),
-        batch_size=saved.batch_size,
-        steps_done=saved.global_step,
-        saved=saved,
-        **options,
-    )
+    resumed = going_on(directory, range(saved.epochs_run, 4), saved=saved, **options)
     nn.init.constant_(resumed.model.weight, weight)
-    resumed.trainer.load_state(saved)
     assert resumed.state() == saved
     return resumed
 
@@ -586,7 +580,6 @@ def test_a_run_resumed_after_any_step_or_epoch_continues_as_if_it_had_never_ende
         return toy
 
     whole = reduce(going_on(tmp_path / "whole", range(4), save_every_steps=1, recovers=True))
-    whole.trainer.note_batch_size("config", epoch=0)
     weights: list[float] = []
     whole.on_save = lambda epoch: weights.append(whole.weight)
     whole.train()
@@ -602,29 +595,26 @@ def test_a_run_resumed_after_any_step_or_epoch_continues_as_if_it_had_never_ende
         assert resumed.logged == {step: figures for step, figures in whole.logged.items() if step > state.global_step}
         assert resumed.weight == whole.weight
         assert resumed.state() == whole.state()
-        assert resumed.history() == whole.history()
+        assert [one for one in resumed.history() if ", resumed at" not in one["reason"]] == whole.history()
 
 
 def test_changes_since_the_checkpoint_are_logged_and_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved = Toy(tmp_path, epochs=range(1), config={"seed": 1}).train().state()
     caplog.clear()
-    toy = Toy(tmp_path, rows_of(*range(15)), batch_size=3, epochs=range(1, 2), steps_done=6, config={"seed": 2})
-    toy.trainer.load_state(saved)
+    toy = Toy(tmp_path, rows_of(*range(15)), batch_size=3, epochs=range(1, 2), saved=saved, config={"seed": 2})
     seed = "seed 1 -> 2, but random numbers continue as saved"
     reason = f"resumed with changes: samples in the data set 12 -> 15; samples per optimizer step 2 -> 3; {seed}"
     assert decisions(caplog) == [reason]
     assert toy.history() == [{"step": 7, "epoch": 1, "batch_size": 3, "reason": reason}]
-    same = Toy(tmp_path, epochs=range(1, 2), steps_done=6, config={"seed": 1})
-    same.trainer.load_state(saved)
-    assert same.run_log.history == []
+    assert Toy(tmp_path, epochs=range(1, 2), saved=saved, config={"seed": 1}).history() == []
 
 
 def resumed_with(config: dict[str, Any], directory: Path, *, before: dict[str, Any]) -> tuple[list[str], Any]:
     """What has changed, and the micro-batches, where the search of the resumed run finds another size."""
     sizes = [Sizes(result=search_result(exact_batch_size=rows, batch_size=rows), fitting_rows=rows) for rows in (2, 3)]
     saved = Toy(directory, batch_size=4, sizes=sizes[0], epochs=range(1), config=before).train().state()
-    toy = Toy(directory, batch_size=4, sizes=sizes[1], epochs=range(1, 2), steps_done=3, config=config)
-    return toy.saver.load(saved), toy.micro_batches.largest
+    toy = Toy(directory, batch_size=4, sizes=sizes[1], epochs=range(1, 2), saved=saved, config=config)
+    return [one["reason"] for one in toy.history()], toy.micro_batches.largest
 
 
 def test_micro_batches_are_cut_as_before_unless_something_has_changed(tmp_path: Path) -> None:
@@ -699,14 +689,13 @@ def test_within_an_epoch_no_increase_is_asked_for_again_and_no_size_is_tried(tmp
 
     options: dict[str, Any] = {"batch_size": 4, "function": grows, "maximum": 6, "recovers": True}
     whole = Toy(tmp_path, epochs=range(2), save_every_steps=1, **options)
+    asked.clear()  # in advance, for all epochs
     whole.train()
     assert asked == [0, 1]
-    asked.clear()
     saved = whole.steps.states[1]
     assert saved.batch_size == 6
-    options |= {"batch_size": 6, "micro_steps": 2, "steps_done": 1, "saved": saved}
-    resumed = Toy(tmp_path, epochs=range(2), **options)
-    resumed.trainer.load_state(saved)
+    resumed = Toy(tmp_path, epochs=range(2), micro_steps=2, saved=saved, **options)
+    asked.clear()
     resumed.micro_batches.resize(1)
     resumed.recoverable.backoff.failed(6, step=10**6)
     resumed.train()

@@ -6,16 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.recipe_runs import (
-    SHALLOW,
-    adaptive_recipe,
-    finished,
-    same_bits,
-    shallow_assets,
-    tiny_config,
-    without_saving,
-)
-from tests.support.run_logs import lines_in
+from tests.training.test_assembly import Recipe, same_weights, train
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.testing import out_of_memory
 from torchtune_adaptive.training import utilisation
@@ -61,14 +52,13 @@ def test_nothing_is_counted_without_a_known_peak() -> None:
 
 
 def test_a_run_logs_its_utilisation_and_trains_the_same(
-    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    changes: dict[str, Any] = SHALLOW | {"epochs": 1, "enable_activation_checkpointing": True, "max_steps_per_epoch": 2}
-    assets, recipe = shallow_assets(tiny_dir), without_saving(adaptive_recipe("full"))
-    usual, weights, _ = finished(recipe, tiny_config("full", assets, tmp_path / "usual", **changes))
+    usual, counted = Recipe(tmp_path / "usual"), Recipe(tmp_path / "counted")
+    losses = [one["loss"] for one in train(usual)]
     monkeypatch.setattr(utilisation, "peak_flops", lambda *_: 1e12)
-    steps, same_weights, _ = finished(recipe, tiny_config("full", assets, tmp_path / "counted", **changes))
-    assert [one["loss"] for one in steps] == [one["loss"] for one in usual]
-    assert same_bits(weights, same_weights)
-    assert all(0 < line["mfu"] < 1 for line in lines_in(tmp_path / "counted") if "loss" in line)
+    steps = train(counted)
+    assert [one["loss"] for one in steps] == losses
+    assert same_weights(usual.model, counted.model)
+    assert all(0 < one["mfu"] < 1 for one in steps)
     assert "of the card's 1 TFLOPS" in caplog.text

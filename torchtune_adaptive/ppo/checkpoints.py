@@ -20,7 +20,7 @@ class PromptBatches:
 
     Attributes:
         dataset: the prompts, by index.
-        done: batches of the current epoch so far; 0 between epochs.
+        done: batches of the current epoch so far, which are not read again; 0 between epochs.
     Args:
         restore_random: called after an epoch's iterator is made, which draws a random number.
     """
@@ -33,10 +33,6 @@ class PromptBatches:
 
     def __len__(self) -> int:
         return len(self._loader)
-
-    def go_to(self, done: int) -> None:
-        """Start the epoch after its first ``done`` batches, which are not read."""
-        self.done = done
 
     def __iter__(self) -> Iterator[Any]:
         loader = self._loader

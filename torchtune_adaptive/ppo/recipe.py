@@ -34,8 +34,7 @@ from torchtune_adaptive.training.metrics import TolerantLogger
 from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.signals import StopRequest
-from torchtune_adaptive.training.step_log import NotFinite
-from torchtune_adaptive.training.summary import log_end
+from torchtune_adaptive.training.step_log import NotFinite, log_end
 
 log = utils.get_logger("DEBUG")
 
@@ -240,7 +239,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
                 f"`num_steps` must be at least {(self._steps_run + 1) * self.batch_size} to resume from"
                 f" {str(self._resumed.path)!r}, but is {self._cfg.num_steps} instead."
             )
-        self._dataloader.go_to(saved.epoch_samples // saved.batch_size)
+        self._dataloader.done = saved.epoch_samples // saved.batch_size
         own = self._rank_states.load(saved.rank_states)
         assert own is not None, "a run on one device has saved one rank"
         if changes := saved.changes(self._state()):

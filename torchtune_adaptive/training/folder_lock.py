@@ -25,7 +25,7 @@ class FolderReplacedError(CheckpointError):
 class FolderLock:
     """Keeps other runs out of a folder, from creation until this process ends in any way, and notices its replacement.
 
-    A folder is told by its lock's file, not by its path: a folder may be renamed, and another made in its place.
+    A folder is known by its lock's file, not by its path: it may be renamed, and another made in its place.
 
     Attributes:
         last_run: the id of the run that has written here last, "" if there is none.
@@ -48,13 +48,15 @@ class FolderLock:
                 raise InputError(f"`output_dir` cannot be written: {reason_of(error)}.") from error
             log.warning(f"{path} cannot be locked, so that another run could write to it: {reason_of(error)}.")
         self.last_run = next((line.removeprefix(_RUN) for line in self._lines() if line.startswith(_RUN)), "")
-        self._write(self.last_run)
+        self.claim(self.last_run)
         self._descriptor = os.open(self._file, os.O_RDONLY | os.O_CREAT)  # open, so that no other file gets its number
         weakref.finalize(self, os.close, self._descriptor)
 
     def claim(self, run_id: str) -> None:
         """Note that from now on the run ``run_id`` writes here."""
-        self._write(run_id)
+        lines = [f"process {os.getpid()} on {socket.gethostname()}", *([_RUN + run_id] if run_id else [])]
+        with contextlib.suppress(OSError):  # a full disk
+            self._file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
     def check(self) -> None:
         """Check that the folder at the path is the locked one.
@@ -78,8 +80,3 @@ class FolderLock:
             return self._file.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return []
-
-    def _write(self, run_id: str) -> None:
-        lines = [f"process {os.getpid()} on {socket.gethostname()}", *([_RUN + run_id] if run_id else [])]
-        with contextlib.suppress(OSError):  # a full disk
-            self._file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

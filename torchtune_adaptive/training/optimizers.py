@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtune import training
-from torchtune.training.lr_schedulers import get_lr
 
 from torchtune_adaptive.training.objectives import Loss
 
@@ -31,11 +30,6 @@ class OptimizerPolicy(ABC):
 
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the first optimizer."""
-        return get_lr(self.optimizers[0])
 
     def zero_grad(self) -> None:
         """Drop gradients."""

@@ -2,17 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from types import UnionType
-from typing import Any, get_origin
+from dataclasses import dataclass, field
+from typing import Any
 
-from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.errors import quote
 
 # Config keys about files and logging, which do not affect what a run trains. Of the weights that a checkpointer reads,
 # the content is compared.
 _NOT_TRAINED = re.compile(r"\w*checkpointer\b|log_|metric_logger|output_dir|profiler|resume_from_checkpoint")
-_ALWAYS_POSITIVE = ("batch_size", "micro_batch_limit", "ranks", "reference_samples", "samples_per_step")
 
 
 @dataclass(frozen=True)
@@ -85,22 +82,13 @@ class AdaptiveState:
     def from_json(cls, content: Mapping[str, Any]) -> "AdaptiveState":
         """The state from ``content``, which was read from JSON.
 
+        Its values are those that a run wrote: the file that they are read from has a digest.
+
         Raises:
-            TypeError: a field is missing or unknown, or its value is of another type or out of range.
+            KeyError, TypeError: a field is missing or unknown, as in a state of another version.
         """
-        pairs = {name: tuple(content[name]) for name in ("left_over", "padding") if name in content}
-        run = {"run": RunIdentity(**content["run"])} if "run" in content else {}
-        state = cls(**{**content, **pairs, **run})
-        _check_types(state)
-        _check_types(state.run)
-        for name in (one.name for one in fields(state) if type(getattr(state, one.name)) is int):
-            if getattr(state, name) < (name in _ALWAYS_POSITIVE):
-                raise TypeError(f"{name} is {getattr(state, name)}")
-        _check_types(Backoff(**state.backoff))
-        for name in pairs:
-            if [type(one) for one in getattr(state, name)] != [int, int]:
-                raise TypeError(f"{name} is {quote(getattr(state, name))}")
-        return state
+        pairs = {name: tuple(content[name]) for name in ("left_over", "padding")}
+        return cls(**{**content, **pairs, "run": RunIdentity(**content["run"])})
 
     def changes(self, other: "AdaptiveState") -> list[str]:
         """The differences to ``other``, as parts of a sentence: ranks, data, memory, samples of a step, the config.
@@ -129,17 +117,3 @@ class AdaptiveState:
                     kept = ", but random numbers continue as saved"
                 changes.append(f"{key} {quote(before)} -> {quote(after)}{kept}")
         return changes
-
-
-def _check_types(state: Any) -> None:
-    """Check the values of a dataclass by its annotations.
-
-    Raises:
-        TypeError: a value is of another type.
-    """
-    for one in fields(state):
-        value: Any = getattr(state, one.name)
-        origin = get_origin(one.type)
-        kind: Any = one.type if origin in (None, UnionType) else origin
-        if kind is not Any and not isinstance(value, kind):
-            raise TypeError(f"{one.name} is {quote(value)}")

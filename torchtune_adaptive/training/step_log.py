@@ -1,13 +1,16 @@
 """What rank 0 logs while a run trains: the figures of steps, what happened in them, and a summary at the end."""
 
 import math
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from torchtune import training, utils
+from torchtune.training.lr_schedulers import get_lr
 
 from torchtune_adaptive.engine.memory.resident import anonymous_bytes
 from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
@@ -19,14 +22,13 @@ from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.loader import StepLoader
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.training.run_log import RunLog
-from torchtune_adaptive.training.step_result import StepResult
-from torchtune_adaptive.training.summary import arrows, log_end
-from torchtune_adaptive.training.train_step import TrainStep
+from torchtune_adaptive.training.train_step import StepResult, TrainStep
 from torchtune_adaptive.training.utilisation import Utilisation
 
 log = utils.get_logger("DEBUG")
 
 _MEMORY_EVENTS = {MemoryPressure.OUT_OF_MEMORY: "out of memory", MemoryPressure.THRASHING: "thrashing"}
+_LONGEST_LIST = 4  # of batch sizes in the summary
 
 
 @dataclass(eq=False)
@@ -154,7 +156,7 @@ class StepLog:
         limit = self.micro_batches.limit
         figures: dict[str, Any] = {
             "loss": result.loss,
-            "lr": self.step.policy.learning_rate,
+            "lr": get_lr(self.step.policy.optimizers[0]),
             "tokens_per_second_per_gpu": result.num_tokens / (seconds * self.ranks),
             "global_batch_size": self.loader.samples_per_step,
             limit.key: limit.size,
@@ -226,3 +228,44 @@ class StepLog:
             return "not measured (no limit)"  # on a CPU, where it would only cost time
         of = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
         return f"{format_bytes(meter.peak_bytes)}{of} on rank 0"
+
+
+def log_end(
+    run_log: RunLog,
+    how: str,
+    *,
+    step: int,
+    epochs_run: int,
+    rows: Mapping[str, str | None],
+    checkpoints: Sequence[tuple[Path, int]],
+    metrics: str | None,
+) -> None:
+    """Append the end of a run to ``run_log``, and log a summary: ``rows`` that have a text, then where its files are.
+
+    Args:
+        how: the run has ended: "complete" or "ended by a signal".
+        step, epochs_run: optimizer steps and epochs done.
+        checkpoints: those that were written, in order, with their steps.
+        metrics: where the metric logger writes; None if it is not known.
+    """
+    run_log.append(event="ended", step=step, epoch=epochs_run, how=how)
+    all_rows = {**rows, "last checkpoint": str(checkpoints[-1][0]) if checkpoints else "none", "metrics": metrics}
+    if run_log.is_open:
+        folder = shlex.quote(str(run_log.path.parent))
+        all_rows |= {"report": str(run_log.path), "picture": f"tune-adaptive report {folder}"}
+    there = {name: text for name, text in all_rows.items() if text is not None}
+    width = max(map(len, there))
+    title = f"Run {how}: {count_text(step, 'optimizer step')}, {count_text(epochs_run, 'epoch')}"
+    log.info("\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in there.items())]))
+
+
+def arrows(values: Sequence[Any]) -> str:
+    """How a value has changed; where it did so often, the last of it.
+
+    >>> arrows([8, 8, 16]), arrows([1, 2, 3, 4]), arrows([1, 2, 3, 4, 5])
+    ('8 -> 16', '1 -> 2 -> 3 -> 4', '1 -> ... -> 3 -> 4 -> 5')
+    """
+    changes = [str(value) for value, _ in groupby(values)]
+    if len(changes) > _LONGEST_LIST:
+        changes = [changes[0], "...", *changes[1 - _LONGEST_LIST :]]
+    return " -> ".join(changes)

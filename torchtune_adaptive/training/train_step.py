@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -26,6 +25,38 @@ from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.batch.row_format import Row
 from torchtune_adaptive.training.objectives import Loss, Objective
 from torchtune_adaptive.training.optimizers import OptimizerPolicy, divisor, sum_over_ranks
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of an optimizer step over all ranks.
+
+    Attributes:
+        loss: loss per unit of weight.
+        weight, num_tokens: sums over all ranks' samples.
+        metrics: values per unit of weight.
+        grad_norm: norm before clipping, None without clipping.
+        measured: the sums for ``gradient_norms``; empty except in measured steps.
+        stop: whether some rank was asked to end the run after this step.
+    """
+
+    loss: float
+    weight: float
+    num_tokens: int
+    metrics: dict[str, float]
+    grad_norm: float | None
+    measured: tuple[float, ...] = ()
+    stop: bool = False
+
+    @classmethod
+    def read(cls, values: torch.Tensor, sums: Loss) -> "StepResult":
+        """The result from what ``TrainStep.finish`` has made of ``sums``. Waits once for the device."""
+        loss, weight, num_tokens, stop, *rest = values.tolist()
+        metrics = dict(zip(sums.metrics, rest, strict=False))
+        others = rest[len(metrics) :]
+        measured = () if sums.small_batch is None else tuple(others[-3:])
+        grad_norm = others[0] if len(others) > len(measured) else None
+        return cls(metrics.pop("loss", loss), weight, round(num_tokens), metrics, grad_norm, measured, stop > 0)
 
 
 @dataclass(eq=False)
@@ -67,11 +98,6 @@ class TrainStep:
             meter=self.meter,
             state_comes_first=True,
         )
-
-    @property
-    def metered(self) -> AbstractContextManager[Any]:
-        """The context in which the device's memory is metered, if there is a meter."""
-        return contextlib.nullcontext() if self.meter is None else self.meter
 
     def micro_step(self, micro_batch: MicroBatch) -> Loss:
         """Forward pass, loss and backward pass of one micro-batch. With FSDP2 a collective.
@@ -169,8 +195,5 @@ def own_norm_squared(model: nn.Module) -> torch.Tensor:
     """The squared norm of this rank's part of the gradient, in float64. Nothing is communicated."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    wide = [torch.promote_types(gradient.dtype, torch.float32) for gradient in own]
-    norms = [
-        torch.linalg.vector_norm(gradient, dtype=dtype).double() for gradient, dtype in zip(own, wide, strict=True)
-    ]
+    norms = [torch.linalg.vector_norm(one, dtype=torch.promote_types(one.dtype, torch.float32)).double() for one in own]
     return torch.stack(norms).square().sum()

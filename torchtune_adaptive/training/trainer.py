@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 
 from torchtune import utils
@@ -22,8 +23,7 @@ from torchtune_adaptive.training.run_log import RunLog
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.sizes import Sizes
 from torchtune_adaptive.training.step_log import StepLog
-from torchtune_adaptive.training.step_result import StepResult
-from torchtune_adaptive.training.train_step import TrainStep
+from torchtune_adaptive.training.train_step import StepResult, TrainStep
 
 log = utils.get_logger("DEBUG")
 
@@ -153,7 +153,7 @@ class Trainer:
             RuntimeError: out of memory after the last backward pass.
         """
         samples = replace(samples, measured=self.growth.measures(self.global_step))
-        with self.step.metered:
+        with self.step.meter or nullcontext():
             sums = self.recoverable(samples)  # forward and backward in micro-batches; smaller ones if memory runs out
             with self.step.finishing():
                 values = self.step.finish(sums)  # one all-reduce, normalize, clip, optimizer

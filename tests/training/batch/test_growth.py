@@ -19,21 +19,6 @@ HERE = __name__
 NORMS = GradientNorms(small_samples=4, small_norm_squared=11.0, samples=8, norm_squared=6.0)  # noise scale 40
 
 
-class SecondRank(Consensus):
-    """Rank 1 of two, which gets the answers of rank 0."""
-
-    def __init__(self, *answers: Any) -> None:
-        super().__init__()
-        self._answers = list(answers)
-
-    @property
-    def rank(self) -> int:
-        return 1
-
-    def from_rank_zero(self, value: Any) -> Any:
-        return self._answers.pop(0)
-
-
 class Counting:
     """Grows by one more at each call; remembers its calls, which are its state."""
 
@@ -107,7 +92,7 @@ def raises_at_three(epoch: int, current_batch_size: int) -> int:
 
 def test_raising_function_is_refused_quoting_its_error() -> None:
     with pytest.raises(InputError) as caught:
-        plan_growth(raises_at_three, total_epochs=9, batch_size=4)
+        plan_growth(raises_at_three, total_epochs=9, batch_size=4, maximum=99)
     assert str(caught.value) == (
         f"`batch_increase_function` {HERE}.raises_at_three failed at epoch 3 with batch size 4: ZeroDivisionError:"
         " integer division or modulo by zero."
@@ -129,7 +114,7 @@ class Uncopyable:
 
 def test_function_that_cannot_be_copied_is_called_itself() -> None:
     uncopyable = Uncopyable()
-    assert plan_growth(uncopyable, total_epochs=2, batch_size=4) == [5, 7]
+    assert plan_growth(uncopyable, total_epochs=2, batch_size=4, maximum=99) == [5, 7]
     assert uncopyable.calls == 2
 
 
@@ -184,13 +169,11 @@ def test_computing_the_sizes_in_advance_does_not_change_a_function_with_a_state(
     assert function.asked == [(0, 8), (1, 9), (2, 11)]
 
 
-def test_other_ranks_take_rank_zeros_answers_and_never_ask_the_function() -> None:
+def test_rank_zero_answers_for_all_ranks() -> None:
     function = Counting()
-    rank_zero = growth_by(Counting(), maximum=100)
-    decided = rank_zero.next(2, 8)
-    growth = growth_by(function, maximum=100, consensus=SecondRank([9, 9], decided))
-    assert growth.sizes(8) == [9, 9]
-    assert growth.next(2, 8) == decided
+    consensus: Any = SimpleNamespace(ask_rank_zero=lambda ask: "the answer of rank 0")
+    growth = growth_by(function, consensus=consensus)
+    assert growth.sizes(8) == growth.next(2, 8) == "the answer of rank 0"
     assert function.asked == []
 
 

@@ -9,7 +9,7 @@ import torch
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_sft, padded_collate_tiled_images_and_mask
 
 from tests.support import images
-from tests.training.batch.test_row_format import OneOf
+from tests.support.toys import OneOf
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training.batch.image_rows import ImageRows, text_or_images

@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests.support.loaders import step_loader
 from tests.support.toys import Samples
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.training.batch.loader import StepLoader, check_fills_step
+from torchtune_adaptive.training.batch.loader import GlobalBatchSampler, StepLoader, check_fills_step
 from torchtune_adaptive.training.batch.row_format import Row
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
@@ -83,6 +84,29 @@ def test_each_global_batch_is_the_next_slice_of_one_order_shared_out_over_the_ra
         assert {step.largest_share for step in of_ranks} == {max(len(step.rows) for step in of_ranks)}
         taken = [place for step in of_ranks for place in places(step.rows)]
         assert sorted(taken) == sorted(order[index * size : (index + 1) * size])
+
+
+@settings(max_examples=100)
+@given(
+    samples=st.integers(1, 60),
+    ranks=st.integers(1, 5),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 2**31),
+    times=st.integers(1, 4),
+    epoch=st.integers(0, 3),
+)
+def test_with_equal_samples_on_each_rank_steps_are_those_of_the_stock_sampler(
+    samples: int, ranks: int, shuffle: bool, seed: int, times: int, epoch: int
+) -> None:
+    dataset: Any = range(samples)
+    for rank in range(ranks):
+        stock: Any = StatefulDistributedSampler(dataset, ranks, rank, shuffle, seed)
+        stock.set_epoch(epoch)
+        sampler = GlobalBatchSampler(dataset, ranks, rank, shuffle, seed)
+        sampler.samples_per_step = times * ranks
+        sampler.set_epoch(epoch)
+        assert list(sampler) == list(stock)[: samples // (times * ranks) * times]
+        assert len(sampler) == len(list(sampler))
 
 
 def test_fewer_samples_than_ranks_are_refused() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.toys import OneOf
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit
 from torchtune_adaptive.training.batch.loader import StepSamples
@@ -23,19 +24,6 @@ class Unasked(Consensus):
 
     def begin_max(self, *numbers: int) -> Any:
         raise AssertionError("asked")
-
-
-class With(Consensus):
-    """One rank of several: the other ranks give ``others``, and the numbers that this rank gives are recorded."""
-
-    def __init__(self, *others: int) -> None:
-        super().__init__()
-        self.others = others
-        self.said: list[int] = []
-
-    def max_over_ranks(self, number: int) -> int:
-        self.said.append(number)
-        return max(number, *self.others)
 
 
 def batcher(limit: MicroBatchLimit, consensus: Consensus | None = None) -> MicroBatcher:
@@ -67,11 +55,11 @@ def test_a_rank_with_fewer_rows_takes_as_many_micro_steps_without_communication(
 
 
 def test_with_a_limit_in_tokens_the_ranks_agree_on_the_number_of_micro_batches() -> None:
-    peers = With(1, 4)
+    peers = OneOf(0, 3, 1, 4)
     cut = batcher(TokenLimit(4), peers).cut(samples_of(2, 2, 4))
     assert peers.said == [2]
     assert names(cut) == [[2], [0], [1], ["silent"]]
-    peers = With(1)
+    peers = OneOf(0, 2, 1)
     assert len(batcher(TokenLimit(4), peers).cut(samples_of(4, 4, 4))) == 3
 
 
@@ -87,7 +75,10 @@ def test_every_rank_has_the_same_number_of_micro_batches_and_every_row_is_in_one
         for rows in (rows_of_rank(samples, rank=rank, ranks=ranks) for rank in range(ranks))
     ]
     counts = [len(limit.cut(of_rank)) for of_rank in lengths]
-    cuts = [batcher(limit, With(*counts)).cut(StepSamples(rows_of(*of_rank), samples, ranks)) for of_rank in lengths]
+    cuts = [
+        batcher(limit, OneOf(0, ranks, *counts)).cut(StepSamples(rows_of(*of_rank), samples, ranks))
+        for of_rank in lengths
+    ]
     assert len(set(map(len, cuts))) == 1
     for of_rank, cut in zip(lengths, cuts, strict=True):
         placed = [name for micro_batch in names(cut) for name in micro_batch if name != "silent"]
@@ -96,6 +87,16 @@ def test_every_rank_has_the_same_number_of_micro_batches_and_every_row_is_in_one
         if isinstance(limit, RowLimit):
             assert all(1 <= len(one.rows) <= size for one in cut)
             assert len(cut) == math.ceil(most / size)
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(RowLimit(4), 2), (RowLimit(1), 1), (TokenLimit(12), 1)], ids=str)
+def test_one_step_may_have_the_smallest_micro_batches_that_a_search_tries(limit: MicroBatchLimit, rows: int) -> None:
+    batches, samples = batcher(limit), samples_of(*[3] * 8)
+    batches.start_small()
+    assert batches.limit == limit
+    assert [len(one.rows) for one in batches.cut(samples)] == [rows] * (8 // rows)
+    batches.end_step()
+    assert batches.cut(samples) == batcher(limit).cut(samples)
 
 
 # ---- padding
@@ -205,8 +206,8 @@ def test_a_lower_limit_helps_if_some_micro_batch_has_more_than_a_row(
     samples, batches = samples_of(*lengths, most=len(lengths)), batcher(limit)
     assert batches.reduce(samples) is can
     assert (batches.limit == limit) is not can
-    assert batcher(limit, With(0)).reduce(samples) is can
-    assert batcher(limit, With(1)).reduce(samples) is True  # on another rank
+    assert batcher(limit, OneOf(0, 2, 0)).reduce(samples) is can
+    assert batcher(limit, OneOf(0, 2, 1)).reduce(samples) is True  # on another rank
 
 
 @pytest.mark.parametrize(("lengths", "can"), [([1, 1], False), ([1, 1, 1], True)])
@@ -227,7 +228,9 @@ def test_a_resumed_run_continues_with_the_reduced_limit() -> None:
     resumed.load_state_dict(batches.state_dict())
     assert resumed.limit == TokenLimit(80)
     batches.reduce(samples_of(1, 1))
-    assert batches.state_dict() == state | {"micro_batch": 40}
+    batches.cut(samples_of(4, 5))
+    batches.end_step()
+    assert batches.state_dict() == state | {"micro_batch": 40, "padding": (9, 10)}
     resumed.load_state_dict(batches.state_dict())
     assert resumed.limit == TokenLimit(40)
     assert resumed.state_dict() == batches.state_dict()
@@ -238,16 +241,3 @@ def test_a_saved_limit_in_another_unit_is_ignored() -> None:
     batches.reduce(samples_of(1, 1))
     resumed.load_state_dict(batches.state_dict())
     assert (resumed.limit, resumed.largest) == (RowLimit(16), RowLimit(16))
-
-
-def test_padding_counted_before_a_resume_is_included_after_it() -> None:
-    whole, resumed = batcher(RowLimit(4)), batcher(RowLimit(4))
-    whole.cut(samples_of(1, 5))
-    whole.end_step()
-    assert counted(whole) == (6, 10)
-    resumed.load_state_dict(whole.state_dict())
-    for batches in (whole, resumed):
-        batches.cut(samples_of(1, 1, 4))
-        batches.end_step()
-    assert resumed.take_padding() == whole.take_padding() == pytest.approx(1 - 12 / 22)
-    assert counted(resumed) == (0, 0)

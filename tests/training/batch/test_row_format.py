@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo, padded_collate_packed
 from torchtune.datasets import ConcatDataset, PackedDataset
 
-from tests.support.toys import Samples
+from tests.support.toys import OneOf, Samples
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training.batch.row_format import PreferenceRows, Row, TokenRows, is_packed
@@ -20,29 +20,6 @@ ROWS = TokenRows(-100)
 def packs_of(max_seq_len: int) -> Any:
     dataset: Any = Samples(3, 4, 2, 5)
     return PackedDataset(dataset, max_seq_len=max_seq_len)
-
-
-class OneOf(Consensus):
-    """One rank of several; ``others`` are the values of the other ranks."""
-
-    def __init__(self, rank: int, world_size: int, *others: Any) -> None:
-        super().__init__()
-        self._place = (rank, world_size)
-        self._others = others
-
-    @property
-    def rank(self) -> int:
-        return self._place[0]
-
-    @property
-    def world_size(self) -> int:
-        return self._place[1]
-
-    def max_over_ranks(self, number: int) -> int:
-        return max(number, *self._others)
-
-    def from_all_ranks(self, value: Any) -> list[Any]:
-        return [value, *self._others]
 
 
 # ---- the longest row

@@ -169,16 +169,12 @@ def next_batch_size(function: BatchIncreaseFunction, *, epoch: int, batch_size: 
     return Growth(batch_size, increment, reason + f"is above the maximum of {maximum}")
 
 
-def plan_growth(
-    function: BatchIncreaseFunction, *, total_epochs: int, batch_size: int, maximum: int = sys.maxsize
-) -> list[int]:
+def plan_growth(function: BatchIncreaseFunction, *, total_epochs: int, batch_size: int, maximum: int) -> list[int]:
     """The batch size of every epoch, computed in advance, so that an invalid answer is found before training.
 
     A deep copy of the function is called, or the function itself if it cannot be copied. State outside of it (globals,
     closures, random generators) is not restored.
-    Args:
-        maximum: increases above it are refused. If it is not known yet, call this again once it is known, because a
-            refused increase changes the batch sizes with which the function is called.
+
     Raises:
         InputError: as `next_batch_size`, for the first epoch with an invalid answer.
 

@@ -128,22 +128,13 @@ def text_or_images(
             tile = Tile(torch.zeros_like(images[0][:1]), row["encoder_mask"][0].shape[1] // len(images[0]))
             return ImageRows(ignore_index, tile, max_images=max_images, max_tiles=max_tiles)
     if row is not None:
-        _check_collates(collate, row)
+        try:
+            collate([row])
+        except Exception as error:
+            raise InputError(
+                f"`collate_fn` fails for a sample without images, which `dataset` has: {reason_of(error)}."
+            ) from error
     return TokenRows(ignore_index)
-
-
-def _check_collates(collate: Callable[..., Any], row: Row) -> None:
-    """Check that ``collate`` makes a batch of ``row``, which has no image.
-
-    Raises:
-        InputError: it does not.
-    """
-    try:
-        collate([row])
-    except Exception as error:
-        raise InputError(
-            f"`collate_fn` fails for a sample without images, which `dataset` has: {reason_of(error)}."
-        ) from error
 
 
 def _images(row: Row) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ indices into the samples of a step.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,10 +28,6 @@ class MicroBatchLimit(ABC):
     @abstractmethod
     def cut(self, lengths: Sequence[int]) -> Cuts:
         """The micro-batches of rows with ``lengths`` tokens. Every row is in exactly one."""
-
-    def of_size(self, size: int) -> "MicroBatchLimit":
-        """The same kind of limit with another size."""
-        return replace(self, size=size)
 
     def __str__(self) -> str:
         return f"{self.size} {self.unit.removesuffix('s') if self.size == 1 else self.unit}"

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training.batch.rank_shares import (
@@ -15,7 +17,6 @@ from torchtune_adaptive.training.batch.rank_shares import (
     small_samples,
 )
 from torchtune_adaptive.training.batch.row_format import Row, RowFormat, load_sample
-from torchtune_adaptive.training.batch.sampler import GlobalBatchSampler
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,36 @@ class StepLoader:
         return StepSamples(rows, num_samples=len(rows) * self.ranks, ranks=self.ranks)
 
 
+class _GlobalBatchOrder(DistributedSampler):
+    """One rank's samples, in the order of ``DistributedSampler`` on a single rank."""
+
+    samples_per_step = 1
+
+    def __iter__(self) -> Iterator[int]:
+        whole: Any = DistributedSampler(self.dataset, 1, 0, self.shuffle, self.seed)
+        whole.set_epoch(self.epoch)
+        order = list(whole)
+        for step in range(len(order) // self.samples_per_step):
+            first = step * self.samples_per_step
+            yield from order[first + self.rank : first + self.samples_per_step : self.num_replicas]
+
+    def __len__(self) -> int:
+        steps = len(self.dataset) // self.samples_per_step  # pyright: ignore[reportArgumentType]
+        return steps * rows_of_rank(self.samples_per_step, rank=self.rank, ranks=self.num_replicas)
+
+
+class GlobalBatchSampler(StatefulDistributedSampler, _GlobalBatchOrder):
+    """One rank's share of consecutive optimizer steps with ``samples_per_step`` samples over all ranks.
+
+    A sample of the data set is used at most once per epoch, on one rank. Samples that do not fill a step are left
+    out; with shuffling these differ between epochs. If ``samples_per_step`` is a multiple of the ranks, the samples are
+    those of ``StatefulDistributedSampler``, except that it would fill the last step with repeated ones.
+
+    Attributes:
+        samples_per_step: at least the number of ranks. It may be set between epochs.
+    """
+
+
 class GlobalStepLoader(StepLoader):
     """A ``StepLoader`` whose batch size is ``adaptive.global_batch_size``: samples per step over all ranks.
 
@@ -252,7 +283,7 @@ class GlobalStepLoader(StepLoader):
         return f"{batch_size} samples per optimizer step on {self.ranks} ranks"
 
     def _rows_of_rank(self, batch_size: int) -> int:
-        self._sampler.set_samples_per_step(batch_size)
+        self._sampler.samples_per_step = batch_size
         return rows_of_rank(batch_size, rank=self._sampler.rank, ranks=self.ranks)
 
     def _step_samples(self, rows: list[Row]) -> StepSamples:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
@@ -50,7 +50,7 @@ class MicroBatcher:
     @property
     def limit(self) -> MicroBatchLimit:
         """The current limit, without regard to a small first step."""
-        return self.largest.of_size(min(self.largest.size, self._reduced_size or self.largest.size))
+        return replace(self.largest, size=min(self.largest.size, self._reduced_size or self.largest.size))
 
     @property
     def size(self) -> int:
@@ -170,11 +170,11 @@ class MicroBatcher:
         self._num_tokens, self._num_padded_tokens = state["padding"]
         if state["micro_batch_unit"] == self.unit:
             self._reduced_size = state["micro_batch"]
-            self.largest = self.largest.of_size(state["micro_batch_limit"] or self.largest.size)
+            self.largest = replace(self.largest, size=state["micro_batch_limit"] or self.largest.size)
 
     @property
     def _step_limit(self) -> MicroBatchLimit:
-        return self.limit if self._first_size is None else self.largest.of_size(self._first_size)
+        return self.limit if self._first_size is None else replace(self.largest, size=self._first_size)
 
     def _cut(self, samples: StepSamples) -> list[list[Row]]:
         limit, rows = self._step_limit, samples.rows

@@ -188,7 +188,7 @@ class CheckpointFolder:
         self._serial = max([self._serial, *(one.serial for one in found)])
         return found
 
-    def describe_space(self, error: BaseException | None = None) -> str:
+    def describe_space(self, error: BaseException) -> str:
         """What limits files in the folder, as text, for the message about a failed write.
 
         Args:

@@ -32,11 +32,7 @@ class TensorReader(FileSystemReader):
             pickle.UnpicklingError: there is something else in the file.
         """
         with (Path(self.path) / ".metadata").open("rb") as file:
-            found = _MetadataUnpickler(file).load()
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = metadata.StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+            return _MetadataUnpickler(file).load()
 
 
 class TensorsOnly(DefaultLoadPlanner):

@@ -1,7 +1,7 @@
 """When a run is saved, what is saved, and what a resumed run restores."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
@@ -14,10 +14,11 @@ from torchtune_adaptive.training.run_state import AdaptiveState, RunIdentity
 SaveEpoch = Callable[[int, AdaptiveState], None]  # called with the finished epoch
 
 
+@dataclass(eq=False)
 class RunSaver:
     """Saves a run after optimizer steps and epochs.
 
-    Args:
+    Attributes:
         others: parts with a ``state_dict`` and a ``load_state_dict``, beside those before.
         save_epoch: saves after an epoch, as torchtune does.
         run: which run it is.
@@ -25,42 +26,29 @@ class RunSaver:
         memory_limit_bytes: the lowest limit of all ranks, None without a limit.
     """
 
-    def __init__(
-        self,
-        loader: StepLoader,
-        micro_batches: MicroBatcher,
-        others: Sequence[Any],
-        steps: StepCheckpoints,
-        rank_states: RankStates,
-        *,
-        consensus: Consensus,
-        save_epoch: SaveEpoch,
-        run: RunIdentity,
-        config: Mapping[str, Any],
-        memory_limit_bytes: int | None,
-    ) -> None:
-        self._loader = loader
-        self._micro_batches = micro_batches
-        self._others = others
-        self._steps = steps
-        self._rank_states = rank_states
-        self._consensus = consensus
-        self._save_epoch = save_epoch
-        self._run = run
-        self._config = dict(config)
-        self._memory_limit_bytes = memory_limit_bytes
+    loader: StepLoader
+    micro_batches: MicroBatcher
+    others: Sequence[Any]
+    steps: StepCheckpoints
+    rank_states: RankStates
+    _: KW_ONLY
+    consensus: Consensus
+    save_epoch: SaveEpoch
+    run: RunIdentity
+    config: Mapping[str, Any]
+    memory_limit_bytes: int | None
 
     def state(self, *, epochs_run: int, step: int) -> AdaptiveState:
         """The state of every part after ``epochs_run`` epochs and ``step`` optimizer steps. A collective."""
-        parts = (self._loader, self._micro_batches, *self._others)
+        parts = (self.loader, self.micro_batches, *self.others)
         return AdaptiveState(
-            run=self._run,
+            run=self.run,
             epochs_run=epochs_run,
             global_step=step,
-            rank_states=self._rank_states.now(),
-            optimizer=self._steps.options(),
-            config=self._config,
-            memory_limit_bytes=self._memory_limit_bytes,
+            rank_states=self.rank_states.now(),
+            optimizer=self.steps.options(),
+            config=dict(self.config),
+            memory_limit_bytes=self.memory_limit_bytes,
             **{name: value for part in parts for name, value in part.state_dict().items()},
         )
 
@@ -70,23 +58,23 @@ class RunSaver:
         Random generators are restored by ``restore_random``.
         """
         state = asdict(saved)
-        for part in self._others:
+        for part in self.others:
             part.load_state_dict(state)
-        self._loader.load_state_dict(state, epoch=saved.epochs_run - 1)
-        self._rank_states.load(saved.rank_states)
+        self.loader.load_state_dict(state, epoch=saved.epochs_run - 1)
+        self.rank_states.load(saved.rank_states)
         changes = saved.changes(self.state(epochs_run=saved.epochs_run, step=saved.global_step))
-        changes = self._consensus.from_rank_zero(changes)  # a rank's own paths and memory limit may differ from others'
+        changes = self.consensus.from_rank_zero(changes)  # a rank's own paths and memory limit may differ from others'
         # If nothing has changed, the saved micro-batch size is used, even if this search has found another one.
-        self._micro_batches.load_state_dict(state | ({"micro_batch_limit": None} if changes else {}))
+        self.micro_batches.load_state_dict(state | ({"micro_batch_limit": None} if changes else {}))
         return changes
 
     def restore_random(self) -> None:
         """Set the random generators to the saved states. Only the first call has an effect."""
-        self._rank_states.restore()
+        self.rank_states.restore()
 
     def after_step(self, *, epochs_run: int, step: int, stop: bool) -> None:
         """As ``StepCheckpoints.after_steps``. A collective."""
-        self._steps.after_steps(step, stop=stop, state=lambda: self.state(epochs_run=epochs_run, step=step))
+        self.steps.after_steps(step, stop=stop, state=lambda: self.state(epochs_run=epochs_run, step=step))
 
     def after_epoch(self, epoch: int, *, step: int) -> None:
         """Save after ``epoch``. A collective.
@@ -94,5 +82,5 @@ class RunSaver:
         Raises:
             CheckpointError: it was the last epoch, and its checkpoint cannot be saved.
         """
-        self._steps.wait()
-        self._save_epoch(epoch, self.state(epochs_run=epoch + 1, step=step))
+        self.steps.wait()
+        self.save_epoch(epoch, self.state(epochs_run=epoch + 1, step=step))
