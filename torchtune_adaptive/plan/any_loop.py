@@ -71,7 +71,7 @@ def plan_max_batch_size(
     traced = trace_loop(
         build_model, build_optimizer, train_step, make_batch, ranks=ranks, like_cuda=on_cuda, shows_progress=True
     )
-    overhead = None if on_cuda else Overhead.none()
+    overhead = None if on_cuda else Overhead()
     return plan_of_loop(
         traced,
         card,

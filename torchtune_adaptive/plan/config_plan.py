@@ -73,7 +73,7 @@ class ConfigLaunch:
             memory_bytes=self.card.memory_bytes,
             allocator_limit_bytes=settings.memory_limit_bytes,
             margin=settings.margin,
-            overhead=Overhead.none() if self.on_cpu else self.card.overhead(self.world_size),
+            overhead=Overhead() if self.on_cpu else self.card.overhead(self.world_size),
         )
 
     def _length(self, run: "_Run", step: StepEvents, sequences: int, device: Device) -> LengthPlan:

@@ -204,7 +204,7 @@ class AllocatorSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """What the process of a rank has on its device beside the tensors of a step; nothing by default.
+    """What the process of a rank has on its device beside the tensors of a step; nothing by default, as on a CPU.
 
     Attributes:
         least_outside_bytes, most_outside_bytes: outside torch's allocator: context, kernels, NCCL.
@@ -222,11 +222,6 @@ class Overhead:
     uncertainty: float = 0
     caches: bool = False
     note: str = ""
-
-    @classmethod
-    def none(cls) -> "Overhead":
-        """The overhead of a CPU, where traces are exact: nothing."""
-        return cls()
 
 
 # ---- the GPU that a user names
