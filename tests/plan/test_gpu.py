@@ -45,12 +45,6 @@ def test_amds_gpus_hold_more_outside_the_allocator() -> None:
         assert ours.least_outside_bytes - GIB < published - 5.65 * GIB < ours.most_outside_bytes + GIB
 
 
-@pytest.mark.parametrize("world_size", [0, 1.5])
-def test_a_world_size_below_one_is_refused(world_size: int) -> None:
-    with pytest.raises(InputError, match="`world_size`"):
-        Card.named("H100").overhead(world_size)
-
-
 @pytest.mark.parametrize(
     ("text", "expandable", "lacking"),
     [

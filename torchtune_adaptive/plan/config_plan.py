@@ -8,7 +8,7 @@ from torchtune_adaptive.engine.search.strategies import NO_BOUND, round_down_to_
 from torchtune_adaptive.errors import require_integer
 from torchtune_adaptive.plan.decide import BatchSizes, Device, LengthPlan, Plan
 from torchtune_adaptive.plan.gpu import Card, Overhead
-from torchtune_adaptive.plan.host_memory import HostPlan, Launch, plan_host
+from torchtune_adaptive.plan.host_memory import HostPlan, plan_host
 from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
 from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.settings import AdaptiveSettings
@@ -86,16 +86,13 @@ class ConfigLaunch:
     def _host(self, settings: AdaptiveSettings, step: TracedStep, lengths: tuple[LengthPlan, ...]) -> HostPlan:
         """Host memory with the largest of the shown sizes."""
         sizes = [size for length in lengths for size in length.shown]
-        launch = Launch(
+        return plan_host(
+            step.host,
             world_size=self.world_size,
             ranks=self.ranks_of_machine or self.world_size,
             on_cpu=self.on_cpu,
             saves_state=self.cfg.get("epochs", 1) != 1,
             saves_in_background=settings.save_in_background or self.cfg.get("enable_async_checkpointing", False),
-        )
-        return plan_host(
-            step.host,
-            launch,
             step_bytes=max(size.allocated_bytes for size in sizes),
             num_tokens=max(size.batch_size * step.sequences * (size.seq_len or 0) for size in sizes),
         )

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from torchtune_adaptive.errors import InputError, quote, require_integer
+from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.text import parse_memory
 
 # ---- known GPUs
@@ -210,11 +210,7 @@ class Card:
 
         Args:
             has_group: a single rank has a process group, too, as torchtune's recipes have.
-
-        Raises:
-            InputError: ``world_size`` is out of range.
         """
-        require_integer("world_size", world_size, minimum=1)
         name = _NAMES.get(_key(self.name), "")
         if name in _OF_AMD:
             least, most = _ON_AMD

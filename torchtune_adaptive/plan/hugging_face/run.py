@@ -145,16 +145,15 @@ class HuggingFaceRun:
         whole = self.model.num_layers
         if found is None:
             found = replace(self._traced(None, sizes=self._sizes()), traced_layers=(whole,) if whole else ())
-        num_parameters, num_trainable = self._whole_parameters  # those of a trace may be packed
-        return replace(found, num_layers=whole, num_parameters=num_parameters, num_trainable=num_trainable)
+        return replace(found, num_layers=whole, num_parameters=self._whole_parameters)  # those of a trace may be packed
 
     def _traced_with(self, first: int, second: int, third: int) -> TracedLoop | None:
         """The step, from models of these numbers of layers; None if the whole model's does not follow from theirs."""
         whole = self.model.num_layers
         periods = (whole - first) // (second - first)
-        one, two, numbers = self._num_parameters(first), self._num_parameters(second), self._whole_parameters
+        one, two = self._num_parameters(first), self._num_parameters(second)
         # Layers beyond the third model may differ, as in a mixture of experts whose last layers are dense.
-        if numbers != tuple(start + periods * (more - start) for start, more in zip(one, two, strict=True)):
+        if self._whole_parameters != one + periods * (two - one):
             return None
         small, *others = self._sizes()
         few, more, most = (
@@ -176,16 +175,15 @@ class HuggingFaceRun:
         return replace(few, step=step, traced_layers=(first, second))
 
     @cached_property
-    def _whole_parameters(self) -> tuple[int, int]:
-        """Parameters of the whole model, and those that are trained."""
+    def _whole_parameters(self) -> int:
+        """Parameters of the whole model."""
         return self._num_parameters(None)
 
-    def _num_parameters(self, num_layers: int | None) -> tuple[int, int]:
-        """Parameters of the model with so many layers, adapters included, and those that are trained."""
+    def _num_parameters(self, num_layers: int | None) -> int:
+        """Parameters of the model with so many layers, adapters included."""
         with quietly(), unpacked(), _without_torchao(), torch.device("meta"):
             model = self.with_adapters(self.model.build(num_layers))
-        parameters = list(model.parameters())
-        return sum(one.numel() for one in parameters), sum(one.numel() for one in parameters if one.requires_grad)
+        return sum(one.numel() for one in model.parameters())
 
     @property
     def adapters(self) -> Any:

@@ -45,7 +45,6 @@ class TracedLoop:
         model_name: the model's type.
         step: a steady-state step of any number of samples.
         num_parameters: parameters over all ranks.
-        num_trainable: the part of them that requires gradients.
         num_layers, traced_layers: of the model, and of the models that were traced; 0 and () if that is not known.
         is_compiled: the model, or a part of it, would be compiled. It was not for the trace.
     """
@@ -53,7 +52,6 @@ class TracedLoop:
     model_name: str
     step: StepEvents
     num_parameters: int
-    num_trainable: int
     is_compiled: bool = False
     num_layers: int = 0
     traced_layers: tuple[int, ...] = ()
@@ -160,12 +158,10 @@ class _FakeLoop:
             traced[small] = self._tracer.trace([batches[small]]).events()  # the warm-up may have left something behind
             if not _are_alike(traced[small], traced[large]):
                 raise _unequal(traced, small, large)
-        parameters = list(self._model.parameters())
         return TracedLoop(
             type(getattr(self._model, "_orig_mod", self._model)).__name__.removeprefix("FSDP"),
             StepEvents(0, {size: (events,) for size, events in sorted(traced.items())}),
-            num_parameters=sum(one.numel() for one in parameters),
-            num_trainable=sum(one.numel() for one in parameters if one.requires_grad),
+            num_parameters=sum(one.numel() for one in self._model.parameters()),
             is_compiled=any(
                 hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in self._model.modules()
             ),
