@@ -77,7 +77,7 @@ def _state() -> list[Any]:
     """What tracing a config changes."""
     recipe: Any = sys.modules["adaptive_full_finetune_distributed"].StockRecipe
     return [
-        recipe._setup_model.__globals__["training"],
+        dict(vars(recipe._setup_model.__globals__["training"])),
         torchtune_offloading.OffloadActivations,
         logging.root.manager.disable,
         list(warnings.filters),

@@ -302,35 +302,25 @@ def _compiling() -> Any:
 @contextmanager
 def _without_weights(stock_recipe: Any) -> Iterator[None]:
     """Within the context the stock recipe's models keep the meta tensors they are built with, and nothing compiles."""
-    names = stock_recipe._setup_model.__globals__
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(names, training=_TrainingOnFakes(names["training"])))
+        stack.enter_context(
+            mock.patch.multiple(
+                stock_recipe._setup_model.__globals__["training"],
+                load_from_full_model_state_dict=_loads_nothing,
+                validate_no_params_on_meta_device=lambda _: None,
+                compile_model=lambda model, **_: _compiling().compile_layers(model),
+                compile_loss=lambda loss, **_: _compiling().compile_loss(loss),
+            )
+        )
         stack.enter_context(mock.patch.object(torchtune_offloading, "OffloadActivations", OffloadedActivations))
         # Selective checkpointing counts layers over all models of a process, in an attribute.
         stack.enter_context(mock.patch.dict(vars(torchtune_activations.checkpoint_wrapper)))
         yield
 
 
-class _TrainingOnFakes:
-    """``torchtune.training`` for a stock recipe whose models have no weights."""
-
-    def __init__(self, training: Any) -> None:
-        self._training = training
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._training, name)
-
-    def load_from_full_model_state_dict(self, model: nn.Module, *_: Any, **__: Any) -> tuple[list[str], list[str]]:
-        for module in model.modules():
-            if isinstance(module, DoRALinear):  # would compute its magnitude from the weights
-                module.initialize_dora_magnitude = lambda: None
-        return [], []
-
-    def validate_no_params_on_meta_device(self, _: nn.Module) -> None:
-        return None
-
-    def compile_model(self, model: nn.Module, *_: Any, **__: Any) -> None:
-        _compiling().compile_layers(model)
-
-    def compile_loss(self, loss: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        return _compiling().compile_loss(loss)
+def _loads_nothing(model: nn.Module, *_: Any, **__: Any) -> tuple[list[str], list[str]]:
+    """``load_from_full_model_state_dict`` of a model that keeps its meta tensors: no name is missing or unexpected."""
+    for module in model.modules():
+        if isinstance(module, DoRALinear):  # would compute its magnitude from the weights
+            module.initialize_dora_magnitude = lambda: None
+    return [], []

@@ -80,11 +80,7 @@ def trace_loop(
     type, patches, the process group.
 
     Args:
-        build_model: returns the model. It is called on the meta device, and may shard the model by ``fully_shard``.
-        build_optimizer: ``build_optimizer(model)`` returns the optimizer of the model's parameters.
-        train_step: ``train_step(model, optimizer, batch)`` runs a whole step: forward and backward passes, optimizer
-            step.
-        make_batch: ``make_batch(n)`` returns a worst-case batch of n samples, as long as any in training.
+        build_model, build_optimizer, train_step, make_batch: see ``plan_max_batch_size``.
         ranks: ranks that train the model together. With more than one, a process group of them exists in all
             functions, of which this process is rank 0.
         like_cuda: trace what a GPU would run and allocate. "cuda" can be named as a device without a GPU.
