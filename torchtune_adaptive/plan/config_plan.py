@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.engine.search.strategies import NO_BOUND, round_down_to_power_of_two
+from torchtune_adaptive.engine.search.strategies import round_down_to_power_of_two
 from torchtune_adaptive.errors import require_integer
 from torchtune_adaptive.plan.decide import BatchSizes, Device, LengthPlan, Plan
 from torchtune_adaptive.plan.gpu import Card, Overhead
@@ -161,9 +161,10 @@ class _Run:
 
     def _wanted(self, largest: int | None) -> int:
         """Rows of a micro-step as far as neither memory nor a token budget makes them fewer."""
-        if self._share is not None:
-            return min(self._share, NO_BOUND if self.settings.use_maximum_batch_size else self.batch_size or 1)
-        return self._found(largest) if self.settings.use_maximum_batch_size else self.batch_size or 1
+        if self.settings.use_maximum_batch_size:
+            return self._share or self._found(largest)
+        assert self.batch_size is not None  # or ``of`` would have refused it
+        return min(self.batch_size, self._share or self.batch_size)
 
     def _found(self, largest: int | None) -> int:
         """What a search returns; at least 1."""
