@@ -21,7 +21,6 @@ from torchtune_adaptive.plan.host_memory import (
     PROCESS_BYTES,
     HostFigures,
     HostPlan,
-    pinned_bytes,
     plan_host,
 )
 from torchtune_adaptive.plan.trace.host_figures import host_figures
@@ -114,10 +113,6 @@ def test_activations_offloaded_by_one_forward_pass_are_counted() -> None:
         assert offloaded.host_bytes == [rows * 32] * 2
     figures = _figures(_cfg(), nn.Linear(1, 1), sizes=[32, 32, 8])
     assert figures.activation_bytes(100) == 2 * 4096 + 1024
-
-
-def test_pinned_memory_is_the_next_power_of_two() -> None:
-    assert [pinned_bytes(num_bytes) for num_bytes in (1, 2, 3, 4096, 4097)] == [1, 2, 4, 4096, 8192]
 
 
 # ---- by activity of a run
