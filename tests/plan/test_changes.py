@@ -171,7 +171,10 @@ def test_more_ranks_are_tried_until_they_fit_or_one_number_of_them_is_refused() 
 
 
 def test_a_change_that_a_config_has_is_not_planned() -> None:
-    assert helped(full_cfg(model=LORA_MODEL, enable_activation_checkpointing=True)).changes == ["2 ranks", "rows of 2048 tokens"]
+    assert helped(full_cfg(model=LORA_MODEL, enable_activation_checkpointing=True)).changes == [
+        "2 ranks",
+        "rows of 2048 tokens",
+    ]
 
 
 @pytest.mark.parametrize("component", ["tests.plan.test_changes.full_cfg", "torchtune.models.llama2.no_such_model"])
