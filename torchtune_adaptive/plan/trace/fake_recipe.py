@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torchtune.training._activation_offloading as torchtune_offloading
 import torchtune.training.activations as torchtune_activations
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes
@@ -29,6 +29,7 @@ from torchtune_adaptive.plan.trace.fake_step import FakeStep
 from torchtune_adaptive.plan.trace.fake_tensors import make_fake
 from torchtune_adaptive.plan.trace.few_layers import layers_limited_to
 from torchtune_adaptive.plan.trace.host_figures import host_figures
+from torchtune_adaptive.plan.trace.keys import is_packed
 from torchtune_adaptive.plan.trace.loop_tracer import LoopTracer
 from torchtune_adaptive.plan.trace.offloaded_activations import OffloadedActivations
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
@@ -148,7 +149,7 @@ class FakeRecipe:
         shape = self._row_format.sequences * len(rows), rows[0]["num_tokens"]
         if isinstance(self._row_format, PreferenceRows):
             return tuple(torch.zeros(shape, dtype=torch.long) for _ in ("tokens", "labels"))
-        names = ("tokens", "labels", "input_pos") if _is_packed(self._cfg.dataset) else ("tokens", "labels")
+        names = ("tokens", "labels", "input_pos") if is_packed(self._cfg) else ("tokens", "labels")
         batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.long) for name in names}
         if self._images is not None:
             batch |= self._images.batch(*shape, mode=self._mode)
@@ -168,12 +169,6 @@ class _ReportedPhases(Phases):
     def enter(self, name: str) -> None:
         super().enter(name)
         self._report(name)
-
-
-def _is_packed(dataset: Any) -> bool:
-    """Whether the config's `dataset` is packed. Of several data sets, all are or none is."""
-    one = dataset[0] if isinstance(dataset, ListConfig) else dataset
-    return bool(one.get("packed", False))
 
 
 def _set_up_recipe(cfg: DictConfig, mode: FakeStep, num_layers: int | None) -> Any:
