@@ -81,7 +81,7 @@ def replayed(
         workspaces: bytes of each block that libraries keep.
         expandable: the allocator has ``expandable_segments:True``.
         limit_bytes: the most that it may reserve.
-        state_exists: the optimizer's state exists before the first step, which makes it otherwise.
+        state_exists: the optimizer's state exists before the first step; otherwise that step makes it.
 
     Raises:
         DoesNotFitError: the step does not fit, even after the allocator has emptied its cache.

@@ -220,7 +220,7 @@ class HuggingFaceRun:
     def _sizes(self) -> list[int]:
         """Numbers of samples to trace: the first two fill a tile of TRL's loss, whose size then grows no more.
 
-        The others are smaller. Where activations are offloaded, two of them are so large that all tensors are.
+        The others are smaller. If activations are offloaded, all tensors of two of them are large enough for that.
         """
         tokens = (self.seq_len - 1) * (2 if self.trainer == "dpo" else 1)
         tile = 0 if self.trainer == "transformers" else tokens_of_a_tile()
@@ -259,7 +259,7 @@ class HuggingFaceRun:
     def _few_layers(self) -> tuple[int, int, int] | None:
         """Numbers of layers from which the whole model may follow; None if it has too few to be worth it.
 
-        What TRL's offloading keeps of the layers before goes on in no such pattern.
+        None with TRL's offloading too: what it keeps of earlier layers follows no pattern of layers.
         """
         whole = self.model.num_layers
         if not whole or self.run_keys.training.get("activation_offloading"):

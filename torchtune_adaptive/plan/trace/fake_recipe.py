@@ -88,7 +88,8 @@ class FakeRecipe:
             frozen=self.models[1:],
             keeps_on_host=bool(cfg.get("fsdp_cpu_offload", False)),
         )
-        step.phases = _ReportedPhases(self.models, self._tracer.enter_phase)
+        meter: Any = self._tracer  # it takes the phases as a meter does
+        step.phases = Phases(self.models, meter)
         with self._mode.faking():
             self._warm_up()
 
@@ -157,18 +158,6 @@ class FakeRecipe:
             # CUDA uses flex attention with a block mask instead; its memory is counted as that of causal attention.
             batch["mask"] = torch.zeros(*shape, shape[1], dtype=torch.bool)
         return batch
-
-
-class _ReportedPhases(Phases):
-    """Reports the phases of a train step to a tracer."""
-
-    def __init__(self, models: Sequence[nn.Module], report: Callable[[str], None]) -> None:
-        super().__init__(models, None)
-        self._report = report
-
-    def enter(self, name: str) -> None:
-        super().enter(name)
-        self._report(name)
 
 
 def _set_up_recipe(cfg: DictConfig, mode: FakeStep, num_layers: int | None) -> Any:
