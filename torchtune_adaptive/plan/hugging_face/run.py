@@ -172,7 +172,7 @@ class HuggingFaceRun:
         step = replace(few.step, traced=dict(sorted(steps.items())), periods=periods)
         if not (step.follows(1) and step.follows(max(steps) + 1)):
             return None
-        return replace(few, step=step, traced_layers=(first, second))
+        return replace(few, lengths=(step,), traced_layers=(first, second))
 
     @cached_property
     def _whole_parameters(self) -> int:
@@ -241,7 +241,7 @@ class HuggingFaceRun:
                 keeps_on_host=training.keeps_on_host,
                 shows_progress=True,
             )
-        return replace(traced, step=replace(traced.step, state_exists=False))  # a trainer's first step makes it
+        return replace(traced, lengths=(replace(traced.step, state_exists=False),))  # a trainer's first step makes it
 
     @contextmanager
     def _training(self, num_layers: int | None) -> Iterator["_Training"]:
