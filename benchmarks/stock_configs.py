@@ -192,7 +192,7 @@ def _counted(planned: Sequence[Planned]) -> str:
 
 
 def _device(memory_bytes: int, margin: float) -> Device:
-    return Device(name="any", memory_bytes=memory_bytes, margin=margin, overhead=Overhead.none())
+    return Device(name="any", memory_bytes=memory_bytes, margin=margin, overhead=Overhead())
 
 
 def _cells(planned: Planned, step: TracedStep, margin: float) -> list[str]:

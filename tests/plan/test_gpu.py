@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.plans import GIB, MIB
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.gpu import CONTEXTS_MIB, KNOWN_GPUS, AllocatorSettings, Card, memory_of
+from torchtune_adaptive.plan.gpu import CONTEXTS_MIB, KNOWN_GPUS, Card, memory_of
 
 GB = 10**9
 
@@ -26,7 +26,7 @@ def test_nccl_counts_only_where_the_run_makes_a_group() -> None:
     assert two[1] > in_group[1]
 
 
-@pytest.mark.parametrize("name", [name for name, gpu in KNOWN_GPUS.items() if not gpu.is_amd])
+@pytest.mark.parametrize("name", sorted(KNOWN_GPUS.keys() - {"MI300X", "MI355X"}))
 def test_every_card_has_a_context_of_its_own_and_one_of_unknown_name_that_of_any(name: str) -> None:
     known, unknown = (Card.named(one).overhead(1, has_group=False) for one in (name, "80GiB"))
     assert 0 < known.least_outside_bytes <= known.most_outside_bytes < GIB
@@ -45,32 +45,23 @@ def test_amds_gpus_hold_more_outside_the_allocator() -> None:
         assert ours.least_outside_bytes - GIB < published - 5.65 * GIB < ours.most_outside_bytes + GIB
 
 
-@pytest.mark.parametrize("world_size", [0, 1.5])
-def test_a_world_size_below_one_is_refused(world_size: int) -> None:
-    with pytest.raises(InputError, match="`world_size`"):
-        Card.named("H100").overhead(world_size)
-
-
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "expandable", "lacking"),
     [
-        ("", AllocatorSettings()),
-        ("pinned_use_background_threads:True, expandable_segments:true", AllocatorSettings(expandable=True)),
-        ("expandable_segments:False", AllocatorSettings()),
-        ("backend:native", AllocatorSettings()),
-        ("max_split_size_mb:128", AllocatorSettings(not_modelled=("max_split_size_mb:128",))),
-        ("backend:cudaMallocAsync", AllocatorSettings(not_modelled=("backend:cudaMallocAsync",))),
+        ("", False, ""),
+        ("pinned_use_background_threads:True, expandable_segments:true", True, ""),
+        ("expandable_segments:False", False, ""),
+        ("backend:native", False, ""),
+        ("max_split_size_mb:128, backend:cudaMallocAsync", False, "max_split_size_mb:128, backend:cudaMallocAsync"),
     ],
 )
 def test_the_allocators_settings_are_those_of_the_environment(
-    text: str, expected: AllocatorSettings, monkeypatch: pytest.MonkeyPatch
+    text: str, expandable: bool, lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF" if expected.expandable else "PYTORCH_ALLOC_CONF", text)
-    assert AllocatorSettings.of_environment() == expected
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF" if expandable else "PYTORCH_ALLOC_CONF", text)
     overhead = Card.named("H100").overhead(1)
-    assert overhead.expandable == expected.expandable
-    assert all(setting in overhead.note for setting in expected.not_modelled)
-    assert bool(overhead.note) == bool(expected.not_modelled)
+    assert overhead.expandable == expandable
+    assert overhead.note.startswith(f"Reserved bytes are those without {lacking}, ") if lacking else not overhead.note
 
 
 # ---- known GPUs
@@ -78,7 +69,7 @@ def test_the_allocators_settings_are_those_of_the_environment(
 
 @pytest.mark.parametrize("name", KNOWN_GPUS)
 def test_every_known_name_is_found_in_any_case_and_with_any_separator(name: str) -> None:
-    expected = KNOWN_GPUS[name].memory_bytes
+    expected = KNOWN_GPUS[name]
     spellings = [name, name.lower(), name.replace(" ", ""), name.replace(" ", "-"), f" NVIDIA_{name.upper()} "]
     assert [memory_of(spelling) for spelling in spellings] == [expected] * len(spellings)
 
@@ -97,19 +88,17 @@ def test_every_known_name_is_found_in_any_case_and_with_any_separator(name: str)
     ],
 )
 def test_the_name_that_torch_gives_a_gpu_is_known(torchs_name: str, name: str) -> None:
-    assert memory_of(torchs_name) == KNOWN_GPUS[name].memory_bytes
+    assert memory_of(torchs_name) == KNOWN_GPUS[name]
 
 
 @pytest.mark.parametrize("name", KNOWN_GPUS)
-def test_no_gpu_has_more_than_its_name_says_in_binary_units_and_each_has_a_source(name: str) -> None:
-    gpu = KNOWN_GPUS[name]
+def test_no_gpu_has_more_than_its_name_says_in_binary_units(name: str) -> None:
     sold_gb = {"T4": 16, "A10": 24, "A10G": 24, "A30": 24, "A40": 48, "RTX 3090": 24, "RTX 4090": 24, "RTX 5090": 32}
     sold_gb |= {"RTX 6000 Ada": 48, "L4": 24, "L40": 48, "L40S": 48, "H100 NVL": 94, "H200": 141, "B200": 180}
     sold_gb |= {"MI300X": 192, "MI355X": 288}
     named = re.search(r"([0-9]+)GB$", name)
     sold = int(named[1]) if named else sold_gb[name]
-    assert 0.95 * sold * GB < gpu.memory_bytes < sold * GIB
-    assert re.fullmatch(r"(seen by (CUDA|HIP)|reported by the driver, minus [0-9]+ MiB): https://[^ ]+", gpu.source)
+    assert 0.95 * sold * GB < KNOWN_GPUS[name] < sold * GIB
 
 
 def test_a_size_is_taken_as_it_is() -> None:

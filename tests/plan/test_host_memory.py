@@ -21,8 +21,6 @@ from torchtune_adaptive.plan.host_memory import (
     PROCESS_BYTES,
     HostFigures,
     HostPlan,
-    Launch,
-    pinned_bytes,
     plan_host,
 )
 from torchtune_adaptive.plan.trace.host_figures import host_figures
@@ -117,21 +115,18 @@ def test_activations_offloaded_by_one_forward_pass_are_counted() -> None:
     assert figures.activation_bytes(100) == 2 * 4096 + 1024
 
 
-def test_pinned_memory_is_the_next_power_of_two() -> None:
-    assert [pinned_bytes(num_bytes) for num_bytes in (1, 2, 3, 4096, 4097)] == [1, 2, 4, 4096, 8192]
-
-
 # ---- by activity of a run
 
 FIGURES = HostFigures(
     weights=1000, frozen_weights=500, load_copies=30, frozen_load_copies=7, save_copies=20, local=400, trained=250
 )
 WITH_STATE = replace(FIGURES, state=600, whole_state=4800)
-EIGHT = Launch(world_size=16, ranks=8, on_cpu=False, saves_state=True, saves_in_background=False)
 
 
-def _planned(figures: HostFigures = WITH_STATE, launch: Launch = EIGHT, *, num_tokens: int = 1) -> HostPlan:
-    return plan_host(figures, launch, step_bytes=9000, num_tokens=num_tokens)
+def _planned(figures: HostFigures = WITH_STATE, **changes: Any) -> HostPlan:
+    usual: dict[str, Any] = {"world_size": 16, "ranks": 8, "on_cpu": False, "saves_state": True}
+    usual |= {"saves_in_background": False, "step_bytes": 9000, "num_tokens": 1}
+    return plan_host(figures, **(usual | changes))
 
 
 def test_each_rank_copies_to_load_and_to_search_and_the_first_gathers_to_save() -> None:
@@ -149,8 +144,8 @@ def test_each_rank_copies_to_load_and_to_search_and_the_first_gathers_to_save() 
 
 
 def test_the_last_epochs_checkpoint_has_no_state_and_those_in_the_background_are_copies_of_every_rank() -> None:
-    assert _planned(launch=replace(EIGHT, saves_state=False)).tensor_bytes["saving"] == 1020
-    assert _planned(launch=replace(EIGHT, saves_in_background=True)).tensor_bytes["saving"] == 8 * 850
+    assert _planned(saves_state=False).tensor_bytes["saving"] == 1020
+    assert _planned(saves_in_background=True).tensor_bytes["saving"] == 8 * 850
 
 
 def test_what_is_offloaded_is_held_from_the_first_step_on_and_not_copied() -> None:
@@ -171,8 +166,7 @@ def test_offloaded_activations_grow_with_tokens_by_powers_of_two() -> None:
 
 
 def test_on_a_cpu_a_rank_computes_in_host_memory_and_the_search_copies_to_a_file() -> None:
-    two = Launch(world_size=2, ranks=2, on_cpu=True, saves_state=True, saves_in_background=False)
-    found = _planned(launch=two)
+    found = _planned(world_size=2, ranks=2, on_cpu=True)
     assert found.process_bytes == 2 * PROCESS_BYTES
     assert found.tensor_bytes == {
         "loading": 2 * 437,
@@ -182,5 +176,5 @@ def test_on_a_cpu_a_rank_computes_in_host_memory_and_the_search_copies_to_a_file
         "saving": 2 * 1000 + 5820,
     }
     assert found.temporary_file_bytes == 2 * (250 + 600)
-    alone = _planned(launch=replace(two, world_size=1, ranks=1))
+    alone = _planned(world_size=1, ranks=1, on_cpu=True)
     assert alone.tensor_bytes["saving"] == 1000 + 20  # it gathers only its own state

@@ -8,16 +8,16 @@ import torch
 from omegaconf import DictConfig
 from torch.utils._pytree import tree_leaves
 
-from tests.plan.test_plan_methods import SIZES, probes_of
+from tests.plan.test_plan_methods import SEQ_LEN, SIZES, deep_plan, probes_of
 from tests.support import images
 from tests.support.ranks import run_alone, run_on_ranks
 from tests.support.recipe_runs import adaptive_recipe, set_up, tiny_config, without_saving
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.plan.replay import exact
-from torchtune_adaptive.plan.trace.config_steps import steps_of, trace_config
+from torchtune_adaptive.plan.trace.config_steps import trace_config
 from torchtune_adaptive.plan.trace.step_events import TracedStep
 
-SEQ_LEN, IMAGES = 40, 2
+IMAGES = 2
 RARE = [("full", 2), ("full_single", 1), ("lora", 2)]
 CASES = [
     ("lora_single", 1),
@@ -70,20 +70,9 @@ def test_every_phase_needs_what_was_planned_to_the_byte(kind: str, ranks: int, p
         assert memory.allocated_bytes + row_bytes == probe.peak_bytes
 
 
-def _deep_plans(places: tuple[Path, Path]) -> Any:
-    """Which layers are traced; events and figures of the whole model from these layers, and from all."""
-    cfg = _config("lora", places, model__num_layers=12, gradient_accumulation_steps=1)
-    with steps_of(cfg, world_size=2) as steps:
-        layers = steps.layers_to_trace(SEQ_LEN)
-        found = [
-            (steps.lengths([SEQ_LEN], one)[0].at(7), steps.figures(one), steps.host_figures(one))
-            for one in (layers, (steps.num_layers,))
-        ]
-    return layers, found
-
-
 @pytest.mark.exhaustive
 def test_many_layers_of_text_are_planned_from_few(places: tuple[Path, Path]) -> None:
-    layers, (from_few, whole) = run_alone(_deep_plans, places)
+    cfg = _config("lora", places, model__num_layers=12, gradient_accumulation_steps=1)
+    layers, (from_few, whole) = run_alone(deep_plan, cfg)
     assert layers == (6, 8)  # every second one is fused with the images
     assert from_few == whole

@@ -34,19 +34,14 @@ STEP = exact(
 )
 
 
-def rows_of(
-    seq_len: int, *, held_bytes: float, bytes_per_row: float, single_row_bytes: float | None = None
-) -> StepEvents:
+def rows_of(seq_len: int, *, held_bytes: float, bytes_per_row: float) -> StepEvents:
     """A step of two phases: both hold ``held_bytes`` of parameters, and backward the rows' activations."""
 
     def step(rows: int) -> tuple[Events]:
-        grown = bytes_per_row * rows
-        if rows == 1 and single_row_bytes is not None:
-            grown = single_row_bytes - held_bytes
         return (
             (
                 Event(BEFORE, "", "parameters", round(held_bytes)),
-                Event("backward", "mm", "activations", round(grown)),
+                Event("backward", "mm", "activations", round(bytes_per_row * rows)),
                 Event("optimizer", "add", "activations", 0, taken=1),
             ),
         )

@@ -100,7 +100,7 @@ class CachingAllocator:
 
     Attributes:
         allocated_bytes, reserved_bytes: as ``torch.cuda.memory_allocated`` and ``memory_reserved`` return them.
-        peak_allocated_bytes, peak_reserved_bytes: their maxima since ``reset_peaks``.
+        peak_reserved_bytes: the most that was reserved.
         retries: how often unused segments were released to make an allocation possible.
 
     >>> allocator = CachingAllocator()
@@ -112,9 +112,7 @@ class CachingAllocator:
 
     def __init__(self, *, limit_bytes: float = float("inf"), expandable: bool = False) -> None:
         self.limit_bytes = limit_bytes
-        self.allocated_bytes = self.peak_allocated_bytes = 0
-        self.reserved_bytes = self.peak_reserved_bytes = 0
-        self.retries = 0
+        self.allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = self.retries = 0
         self._is_expandable = expandable
         self._end = 0  # of all addresses so far. None is used twice, so that a segment's address tells its age.
         self._pools: dict[tuple[int, bool], _Pool] = {}
@@ -140,7 +138,6 @@ class CachingAllocator:
             pool.put(self._cut(block, num_bytes))
         block.is_free = False
         self.allocated_bytes += block.num_bytes
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
     def free(self, block: Block) -> None:
@@ -159,10 +156,6 @@ class CachingAllocator:
                 elif block.is_whole_segment:
                     pool.take(block)
                     self.reserved_bytes -= block.num_bytes
-
-    def reset_peaks(self) -> None:
-        """Forget the peaks so far."""
-        self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
 
     def _best_fit(self, pool: _Pool, num_bytes: int) -> Block | None:
         """Take the smallest free block that is large enough, if there is one."""

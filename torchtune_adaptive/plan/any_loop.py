@@ -9,7 +9,6 @@ from torchtune_adaptive.plan.decide import BatchSizes, Device, Plan
 from torchtune_adaptive.plan.gpu import Card, Overhead
 from torchtune_adaptive.plan.show.text import plan_text
 from torchtune_adaptive.plan.trace.loop import BuildModel, BuildOptimizer, MakeBatch, TracedLoop, TrainStep, trace_loop
-from torchtune_adaptive.plan.trace.step_events import TracedStep
 
 
 class LoopPlan(Plan):
@@ -71,7 +70,7 @@ def plan_max_batch_size(
     traced = trace_loop(
         build_model, build_optimizer, train_step, make_batch, ranks=ranks, like_cuda=on_cuda, shows_progress=True
     )
-    overhead = None if on_cuda else Overhead.none()
+    overhead = None if on_cuda else Overhead()
     return plan_of_loop(
         traced,
         card,
@@ -100,18 +99,11 @@ def plan_of_loop(
     device = Device(name=card.name, memory_bytes=card.memory_bytes, margin=margin, overhead=overhead)
     sizes = BatchSizes(traced.step, device)
     length = sizes.plan(used=max(1, sizes.largest or 1), tokens_per_step=None, asked=batch_sizes)
-    step = TracedStep(
-        (traced.step,),
-        num_layers=traced.num_layers,
-        traced_layers=traced.traced_layers,
-        num_parameters=traced.num_parameters,
-        paged_bytes=0,
-    )
     return LoopPlan(
         title=title,
         world_size=ranks,
         device=device,
-        step=step,
+        step=traced,
         lengths=(length,),
         assumptions=" ".join(filter(None, (assumptions, _EAGER if traced.is_compiled else "", device.overhead.note))),
     )

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.engine.search.strategies import NO_BOUND, round_down_to_power_of_two
+from torchtune_adaptive.engine.search.strategies import round_down_to_power_of_two
 from torchtune_adaptive.errors import require_integer
 from torchtune_adaptive.plan.decide import BatchSizes, Device, LengthPlan, Plan
 from torchtune_adaptive.plan.gpu import Card, Overhead
-from torchtune_adaptive.plan.host_memory import HostPlan, Launch, plan_host
+from torchtune_adaptive.plan.host_memory import HostPlan, plan_host
 from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
 from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.settings import AdaptiveSettings
@@ -73,7 +73,7 @@ class ConfigLaunch:
             memory_bytes=self.card.memory_bytes,
             allocator_limit_bytes=settings.memory_limit_bytes,
             margin=settings.margin,
-            overhead=Overhead.none() if self.on_cpu else self.card.overhead(self.world_size),
+            overhead=Overhead() if self.on_cpu else self.card.overhead(self.world_size),
         )
 
     def _length(self, run: "_Run", step: StepEvents, sequences: int, device: Device) -> LengthPlan:
@@ -86,16 +86,13 @@ class ConfigLaunch:
     def _host(self, settings: AdaptiveSettings, step: TracedStep, lengths: tuple[LengthPlan, ...]) -> HostPlan:
         """Host memory with the largest of the shown sizes."""
         sizes = [size for length in lengths for size in length.shown]
-        launch = Launch(
+        return plan_host(
+            step.host,
             world_size=self.world_size,
             ranks=self.ranks_of_machine or self.world_size,
             on_cpu=self.on_cpu,
             saves_state=self.cfg.get("epochs", 1) != 1,
             saves_in_background=settings.save_in_background or self.cfg.get("enable_async_checkpointing", False),
-        )
-        return plan_host(
-            step.host,
-            launch,
             step_bytes=max(size.allocated_bytes for size in sizes),
             num_tokens=max(size.batch_size * step.sequences * (size.seq_len or 0) for size in sizes),
         )
@@ -164,9 +161,10 @@ class _Run:
 
     def _wanted(self, largest: int | None) -> int:
         """Rows of a micro-step as far as neither memory nor a token budget makes them fewer."""
-        if self._share is not None:
-            return min(self._share, NO_BOUND if self.settings.use_maximum_batch_size else self.batch_size or 1)
-        return self._found(largest) if self.settings.use_maximum_batch_size else self.batch_size or 1
+        if self.settings.use_maximum_batch_size:
+            return self._share or self._found(largest)
+        assert self.batch_size is not None  # or ``of`` would have refused it
+        return min(self.batch_size, self._share or self.batch_size)
 
     def _found(self, largest: int | None) -> int:
         """What a search returns; at least 1."""

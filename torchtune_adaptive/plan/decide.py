@@ -40,7 +40,7 @@ class Device:
     def reservable_bytes(self, outside_bytes: float, *, keeps_margin: bool = True) -> float:
         """The most that the allocator may reserve beside ``outside_bytes``.
 
-        >>> Device(name="any", memory_bytes=2700, margin=0.25, overhead=Overhead.none()).reservable_bytes(300)
+        >>> Device(name="any", memory_bytes=2700, margin=0.25, overhead=Overhead()).reservable_bytes(300)
         1800.0
         """
         limits: list[float] = [] if self.memory_bytes is None else [max(0.0, self.memory_bytes - outside_bytes)]

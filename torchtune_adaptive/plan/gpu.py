@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from torchtune_adaptive.errors import InputError, quote, require_integer
+from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.text import parse_memory
 
 # ---- known GPUs
@@ -32,64 +32,39 @@ _SMALLEST_BARE_BYTES = _MIB
 _OPTIONAL_PARTS = re.compile(r"nvidia|amd|instinct|geforce|tesla|rtx|generation|sxm[0-9]?|pcie|hbm[0-9]?e?|[^a-z0-9]")
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU: ``memory_bytes`` that a process can use, the kind and address of their source, and its architecture."""
-
-    memory_bytes: int
-    source: str
-    architecture: str
-
-    @property
-    def is_amd(self) -> bool:
-        """Whether it is one of AMD's."""
-        return self.architecture == "CDNA"
-
-
-def _seen_by_cuda(memory_bytes: float, source: str, architecture: str) -> Gpu:
-    return Gpu(int(memory_bytes), f"seen by {'HIP' if architecture == 'CDNA' else 'CUDA'}: {source}", architecture)
-
-
-def _reported(memory_bytes: int, source: str, architecture: str) -> Gpu:
-    """A GPU for which only the driver's figure is known, minus what the driver may reserve."""
-    said = f"reported by the driver, minus {_DRIVER_BYTES // _MIB} MiB: {source}"
-    return Gpu(memory_bytes - _DRIVER_BYTES, said, architecture)
-
-
-_GITHUB = "https://github.com/"
-_BLOG = "https://thundergolfer.com/blog/nvidia-gpu-memory-capacity"
-
-KNOWN_GPUS: Mapping[str, Gpu] = MappingProxyType(
+# Bytes that CUDA or HIP lets a process use, with the address of each figure.
+KNOWN_GPUS: Mapping[str, int] = MappingProxyType(
     {
-        "T4": _seen_by_cuda(14.56 * _GIB, _GITHUB + "Zheng-Chong/CatVTON/issues/133", "Turing"),
-        "V100 16GB": _reported(16384 * _MIB, _GITHUB + "huggingface/text-generation-inference/issues/424", "Volta"),
-        "V100 32GB": _seen_by_cuda(32501 * _MIB, _GITHUB + "ollama/ollama/issues/16533", "Volta"),
-        "A10": _seen_by_cuda(21.99 * _GIB, _GITHUB + "zai-org/CogVLM/issues/236", "Ampere"),
+        "T4": int(14.56 * _GIB),  # github.com/Zheng-Chong/CatVTON/issues/133
+        "V100 16GB": 16384 * _MIB - _DRIVER_BYTES,  # github.com/huggingface/text-generation-inference/issues/424
+        "V100 32GB": 32501 * _MIB,  # github.com/ollama/ollama/issues/16533
+        "A10": int(21.99 * _GIB),  # github.com/zai-org/CogVLM/issues/236
         # The source prints 22.0 GiB; this is the smallest size that rounds to it.
-        "A10G": _seen_by_cuda(21.95 * _GIB, _GITHUB + "batteries-included/batteries-included/pull/1663", "Ampere"),
-        "A30": _seen_by_cuda(23.53 * _GIB, _GITHUB + "google/RB-Modulation/issues/5", "Ampere"),
-        # The source prints 44.4 GiB.
-        "A40": _seen_by_cuda(44.35 * _GIB, _GITHUB + "ollama/ollama/issues/9858", "Ampere"),
-        "A100 40GB": _seen_by_cuda(42298834944, _GITHUB + "bottlerocket-os/bottlerocket/pull/3873", "Ampere"),
-        "A100 80GB": _seen_by_cuda(79.14 * _GIB, _GITHUB + "lianqi1008/Control-GIC/issues/6", "Ampere"),
-        "RTX 3090": _seen_by_cuda(24123 * _MIB, _GITHUB + "ggml-org/llama.cpp/issues/24608", "Ampere"),
-        "RTX 4090": _seen_by_cuda(23.52 * _GIB, _GITHUB + "vllm-project/vllm/issues/42049", "Ada"),
-        "RTX 5090": _seen_by_cuda(32106 * _MIB, _GITHUB + "ggml-org/llama.cpp/issues/17536", "Blackwell"),
+        "A10G": int(21.95 * _GIB),  # github.com/batteries-included/batteries-included/pull/1663
+        "A30": int(23.53 * _GIB),  # github.com/google/RB-Modulation/issues/5
+        "A40": int(44.35 * _GIB),  # github.com/ollama/ollama/issues/9858, which prints 44.4 GiB
+        "A100 40GB": 42298834944,  # github.com/bottlerocket-os/bottlerocket/pull/3873
+        "A100 80GB": int(79.14 * _GIB),  # github.com/lianqi1008/Control-GIC/issues/6
+        "RTX 3090": 24123 * _MIB,  # github.com/ggml-org/llama.cpp/issues/24608
+        "RTX 4090": int(23.52 * _GIB),  # github.com/vllm-project/vllm/issues/42049
+        "RTX 5090": 32106 * _MIB,  # github.com/ggml-org/llama.cpp/issues/17536
         # With ECC; without it 50865307648 bytes (github.com/unslothai/unsloth-zoo/pull/1053).
-        "RTX 6000 Ada": _seen_by_cuda(44.43 * _GIB, _GITHUB + "DINGYANB/MTVCrafter/issues/21", "Ada"),
-        "L4": _reported(23034 * _MIB, _BLOG, "Ada"),
-        "L40": _seen_by_cuda(44.40 * _GIB, _GITHUB + "QwenLM/Qwen3-VL/issues/2097", "Ada"),
-        "L40S": _seen_by_cuda(44.42 * _GIB, _GITHUB + "stepfun-ai/Step-Video-T2V/issues/8", "Ada"),
-        "H100 80GB": _seen_by_cuda(79.11 * _GIB, _GITHUB + "vllm-project/vllm/issues/27508", "Hopper"),
-        "H100 NVL": _reported(99961274368, _GITHUB + "fastfetch-cli/fastfetch/issues/1658", "Hopper"),
-        "H200": _reported(143771 * _MIB, _BLOG, "Hopper"),
+        "RTX 6000 Ada": int(44.43 * _GIB),  # github.com/DINGYANB/MTVCrafter/issues/21
+        "L4": 23034 * _MIB - _DRIVER_BYTES,  # thundergolfer.com/blog/nvidia-gpu-memory-capacity
+        "L40": int(44.40 * _GIB),  # github.com/QwenLM/Qwen3-VL/issues/2097
+        "L40S": int(44.42 * _GIB),  # github.com/stepfun-ai/Step-Video-T2V/issues/8
+        "H100 80GB": int(79.11 * _GIB),  # github.com/vllm-project/vllm/issues/27508
+        "H100 NVL": 99961274368 - _DRIVER_BYTES,  # github.com/fastfetch-cli/fastfetch/issues/1658
+        "H200": 143771 * _MIB - _DRIVER_BYTES,  # thundergolfer.com/blog/nvidia-gpu-memory-capacity
         # Printed as "GB", but it is GiB: `nvidia-smi` reports 183359 MiB (NVIDIA/TensorRT-LLM/issues/10278).
-        "B200": _seen_by_cuda(178.35 * _GIB, _GITHUB + "pytorch/ao/pull/4002", "Blackwell"),
-        "MI300X": _reported(201310208 * 2**10, _GITHUB + "ROCm/vllm/issues/397", "CDNA"),
+        "B200": int(178.35 * _GIB),  # github.com/pytorch/ao/pull/4002
+        "MI300X": 201310208 * 2**10 - _DRIVER_BYTES,  # github.com/ROCm/vllm/issues/397
         # The source says 288 GiB; this is the smallest size that a share of 0.95 rounds to what it says.
-        "MI355X": _seen_by_cuda(287.95 * _GIB, _GITHUB + "SemiAnalysisAI/InferenceX/pull/2522", "CDNA"),
+        "MI355X": int(287.95 * _GIB),  # github.com/SemiAnalysisAI/InferenceX/pull/2522
     }
 )
+_OF_AMD = ("MI300X", "MI355X")
+_OF_HOPPER_OR_BLACKWELL = ("RTX 5090", "H100 80GB", "H100 NVL", "H200", "B200")
 _AMBIGUOUS = {"v100": ("V100 16GB", "V100 32GB"), "a100": ("A100 40GB", "A100 80GB")}
 
 
@@ -114,7 +89,7 @@ def memory_of(text: str) -> int:
     """
     key = _key(text)
     if key in _NAMES:
-        return KNOWN_GPUS[_NAMES[key]].memory_bytes
+        return KNOWN_GPUS[_NAMES[key]]
     if key in _AMBIGUOUS:
         raise InputError(
             f"`memory` must name its memory, as in {' or '.join(_AMBIGUOUS[key])}, but is {quote(text)} instead."
@@ -171,40 +146,22 @@ _ON_AMD = (7168 * _MIB, 7680 * _MIB)
 # cuBLAS takes a workspace for each thread that multiplies matrices: forward and backward. It has 8.125 MiB, but 32 MiB
 # on Hopper and Blackwell (CublasHandlePool.cpp).
 _WORKSPACE_BYTES, _LARGE_WORKSPACE_BYTES = 8519680, 32 * _MIB
-_LARGE_WORKSPACES = ("Hopper", "Blackwell")
 _NUM_WORKSPACES = 2
 # How far reserved bytes may be off, as a fraction of them; see benchmarks/results/plan_accuracy_simulated.md.
 _UNCERTAINTY = 0.01
-_EXPANDABLE = "expandable_segments"
 # Settings of torch's allocator that its model lacks.
 _NOT_MODELLED = ("max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold", "backend")
 
 
-@dataclass(frozen=True)
-class AllocatorSettings:
-    """What ``PYTORCH_ALLOC_CONF`` says.
-
-    Attributes:
-        expandable: `expandable_segments` is True.
-        not_modelled: other settings that change what is reserved, as they are written.
-    """
-
-    expandable: bool = False
-    not_modelled: tuple[str, ...] = ()
-
-    @classmethod
-    def of_environment(cls) -> "AllocatorSettings":
-        """The settings of this process, which are those of the run."""
-        text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-        settings = [setting.strip() for setting in text.split(",") if setting.strip()]
-        values = {name: value for name, _, value in (setting.partition(":") for setting in settings)}
-        unknown = (f"{name}:{value}" for name, value in values.items() if name in _NOT_MODELLED and value != "native")
-        return cls(values.get(_EXPANDABLE, "").lower() == "true", tuple(unknown))
+def _allocator_settings() -> dict[str, str]:
+    """The settings of torch's allocator in this process, which are those of the run."""
+    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return {name: value for name, _, value in (setting.strip().partition(":") for setting in text.split(","))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """What the process of a rank has on its device beside the tensors of a step; nothing by default.
+    """What the process of a rank has on its device beside the tensors of a step; nothing by default, as on a CPU.
 
     Attributes:
         least_outside_bytes, most_outside_bytes: outside torch's allocator: context, kernels, NCCL.
@@ -222,11 +179,6 @@ class Overhead:
     uncertainty: float = 0
     caches: bool = False
     note: str = ""
-
-    @classmethod
-    def none(cls) -> "Overhead":
-        """The overhead of a CPU, where traces are exact: nothing."""
-        return cls()
 
 
 # ---- the GPU that a user names
@@ -258,27 +210,24 @@ class Card:
 
         Args:
             has_group: a single rank has a process group, too, as torchtune's recipes have.
-
-        Raises:
-            InputError: ``world_size`` is out of range.
         """
-        require_integer("world_size", world_size, minimum=1)
         name = _NAMES.get(_key(self.name), "")
-        gpu = KNOWN_GPUS.get(name)
-        if gpu is not None and gpu.is_amd:
+        if name in _OF_AMD:
             least, most = _ON_AMD
         else:
             nccl = _NCCL if world_size > 1 else _ONE_RANK_NCCL if has_group else (0, 0)
             contexts = CONTEXTS_MIB.get(name, _ANY_CONTEXT_MIB)
             least, most = (_MIB * context + added for context, added in zip(contexts, nccl, strict=True))
-        has_large_workspaces = gpu is None or gpu.architecture in _LARGE_WORKSPACES
-        settings = AllocatorSettings.of_environment()
-        lacking = ", ".join(settings.not_modelled)
+        has_large_workspaces = not name or name in _OF_HOPPER_OR_BLACKWELL
+        settings = _allocator_settings()
+        lacking = ", ".join(
+            f"{key}:{value}" for key, value in settings.items() if key in _NOT_MODELLED and value != "native"
+        )
         return Overhead(
             least_outside_bytes=least,
             most_outside_bytes=most,
             workspaces=(_LARGE_WORKSPACE_BYTES if has_large_workspaces else _WORKSPACE_BYTES,) * _NUM_WORKSPACES,
-            expandable=settings.expandable,
+            expandable=settings.get("expandable_segments", "").lower() == "true",
             uncertainty=_UNCERTAINTY,
             caches=True,
             note=f"Reserved bytes are those without {lacking}, which the model of the allocator lacks."

@@ -75,24 +75,6 @@ class HostFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
-    """The launch options on which host memory depends.
-
-    Attributes:
-        world_size, ranks: number of ranks of the run, and of the machine.
-        on_cpu: whether the ranks compute on the CPU, in host memory.
-        saves_state: whether torchtune's checkpoints before the last epoch include optimizer state.
-        saves_in_background: whether checkpoints are written from copies while training continues.
-    """
-
-    world_size: int
-    ranks: int
-    on_cpu: bool
-    saves_state: bool
-    saves_in_background: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class HostPlan:
     """Host memory of a machine with ``ranks`` ranks, rank 0 among them.
 
@@ -115,12 +97,27 @@ class HostPlan:
         return self.process_bytes + max(self.tensor_bytes.values())
 
 
-def plan_host(figures: HostFigures, launch: Launch, *, step_bytes: float, num_tokens: int) -> HostPlan:
+def plan_host(
+    figures: HostFigures,
+    *,
+    world_size: int,
+    ranks: int,
+    on_cpu: bool,
+    saves_state: bool,
+    saves_in_background: bool,
+    step_bytes: float,
+    num_tokens: int,
+) -> HostPlan:
     """Plan the host memory of a run. A micro-step has ``num_tokens`` tokens and needs ``step_bytes`` of a rank.
 
     What rank 0 gathers is that of torchtune's recipes for several ranks. On one device they need at most as much.
+
+    Args:
+        world_size, ranks: number of ranks of the run, and of the machine.
+        on_cpu: whether the ranks compute on the CPU, in host memory.
+        saves_state: whether torchtune's checkpoints before the last epoch include optimizer state.
+        saves_in_background: whether checkpoints are written from copies while training continues.
     """
-    ranks, on_cpu = launch.ranks, launch.on_cpu
     loaded = figures.local if on_cpu else figures.offloaded_weights
     in_steps = step_bytes if on_cpu else figures.offloaded + figures.activation_bytes(num_tokens)
     # Pinned memory is kept for the next step. On a CPU activations are freed.
@@ -128,10 +125,10 @@ def plan_host(figures: HostFigures, launch: Launch, *, step_bytes: float, num_to
     # The search copies tensors in host memory to a temporary file, not to memory.
     to_file = on_cpu or figures.offloaded_weights > 0
     copied, copied_state = (0, 0) if to_file else (figures.trained, figures.state)
-    shares_weights = on_cpu and launch.world_size == 1
+    shares_weights = on_cpu and world_size == 1
     gathered = figures.save_copies + (0 if shares_weights else figures.weights)
-    gathered += figures.whole_state if launch.saves_state and not shares_weights else 0
-    staged = ranks * (figures.trained + figures.state) if launch.saves_in_background else 0
+    gathered += figures.whole_state if saves_state and not shares_weights else 0
+    staged = ranks * (figures.trained + figures.state) if saves_in_background else 0
     return HostPlan(
         ranks=ranks,
         process_bytes=ranks * (PROCESS_BYTES + (0 if on_cpu else CUDA_PROCESS_BYTES)),

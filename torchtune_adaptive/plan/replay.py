@@ -22,14 +22,12 @@ class StepMemory:
         changes: by how many bytes each event changes what is allocated, as the allocator rounds it.
         workspace_bytes: that libraries keep.
         reserved_bytes: the most that the allocator holds, see ``torch.cuda.max_memory_reserved``.
-        clears: how often the allocator emptied its cache to stay within its limit.
     """
 
     events: Events
     changes: Sequence[int]
     workspace_bytes: int
     reserved_bytes: int
-    clears: int = 0
 
     @cached_property
     def live_bytes(self) -> list[int]:
@@ -89,7 +87,7 @@ def replayed(
         workspaces: bytes of each block that libraries keep.
         expandable: the allocator has ``expandable_segments:True``.
         limit_bytes: the most that it may reserve.
-        state_exists: the optimizer's state exists before the first step, which makes it otherwise.
+        state_exists: the optimizer's state exists before the first step; otherwise that step makes it.
 
     Raises:
         DoesNotFitError: the step does not fit, even after the allocator has emptied its cache.
@@ -100,12 +98,11 @@ def replayed(
         allocator.allocate(num_bytes)
     reserved_bytes = 0
     for _ in range(_MOST_STEPS):
-        allocator.reset_peaks()
         process.step()
-        if allocator.peak_reserved_bytes <= reserved_bytes:
+        if allocator.peak_reserved_bytes == reserved_bytes:
             break
         reserved_bytes = allocator.peak_reserved_bytes
-    return StepMemory(events, process.changes, sum(workspaces), reserved_bytes, allocator.retries)
+    return StepMemory(events, process.changes, sum(workspaces), allocator.peak_reserved_bytes)
 
 
 class _Process:

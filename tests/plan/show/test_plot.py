@@ -6,25 +6,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.plans import MIB, STEP
+from tests.support.plans import MIB, STEP, step_of
+from torchtune_adaptive.plan.decide import BatchSizes, Device, Plan
+from torchtune_adaptive.plan.gpu import Overhead
+from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.show.plot import (
     COLOURS,
-    DrawnDevice,
     highest_of_each_pixel,
     live_bytes_of_kinds,
     phases_of,
     step_figure,
 )
+from torchtune_adaptive.plan.trace.step_events import StepEvents
 from torchtune_adaptive.report.style import svg_of
 
 properties = settings(max_examples=80)
 
 
 def figure_of(
-    *, memory_mib: float = 30, usable_mib: float = 28, added_mib: float = 5, title: str = "tiny/full", note: str = ""
+    *,
+    memory_mib: int = 30,
+    outside_mib: int = 5,
+    margin: float = 0.08,
+    title: str = "tiny/full",
+    offloaded_bytes: int = 0,
 ) -> Any:
-    device = DrawnDevice(memory_bytes=memory_mib * MIB, usable_bytes=usable_mib * MIB, added_bytes=added_mib * MIB)
-    return step_figure(STEP, batch_size=4, seq_len=256, title=title, world_size=2, device=device, note=note)
+    overhead = Overhead(least_outside_bytes=outside_mib * MIB, most_outside_bytes=outside_mib * MIB)
+    device = Device(name="any", memory_bytes=memory_mib * MIB, margin=margin, overhead=overhead)
+    step = StepEvents(256, dict.fromkeys((2, 3, 4), (STEP.events,)))
+    traced = step_of(step, host=HostFigures(offloaded_weights=offloaded_bytes))
+    length = BatchSizes(step, device).plan(used=4, tokens_per_step=None)
+    plan = Plan(title=title, world_size=2, device=device, step=traced, lengths=(length,))
+    return step_figure(plan)
 
 
 def legend_of(figure: Any) -> list[str]:
@@ -50,11 +63,12 @@ def test_no_pixel_hides_an_operation_that_is_higher_than_what_it_shows(step: lis
 
 
 def test_the_picture_names_the_config_the_batch_the_ranks_and_the_place_of_the_peak() -> None:
-    figure = figure_of(title="<mine> & yours", note="A note.")
+    figure = figure_of(title="<mine> & yours", offloaded_bytes=1)
     assert [text.get_text() for text in figure.texts] == [
         "<mine> & yours: memory of one train step",
         "A batch of 4 rows of 256 tokens on each of 2 ranks: peak 20.0 MiB, 25.0 MiB with GPU overhead, of 30.0 MiB",
-        "The peak is in loss, at nll_loss_forward. Drawn in order; short phases are drawn wider.\nA note.",
+        "The peak is in loss, at nll_loss_forward. Drawn in order; short phases are drawn wider.\n"
+        "Parameters, gradients and optimizer state are in host memory.",
     ]
     assert [axes.get_title("center") for axes in figure.axes] == ["forward", "loss", "backward", "optimizer"]
     assert [text.get_text() for axes in figure.axes for text in axes.texts] == ["peak 20.0 MiB"]
@@ -96,9 +110,9 @@ def test_lines_show_the_device_and_what_is_usable_of_it() -> None:
 
 
 def test_a_cpu_without_a_margin_has_one_line_and_a_device_far_above_the_peak_is_not_drawn() -> None:
-    of_cpu = legend_of(figure_of(usable_mib=30, added_mib=0))
+    of_cpu = legend_of(figure_of(outside_mib=0, margin=0))
     assert not any("usable" in label or "GPU overhead" in label for label in of_cpu)
-    figure = figure_of(memory_mib=200, usable_mib=190)
+    figure = figure_of(memory_mib=200)
     assert not any("device" in label for label in legend_of(figure))
     assert figure.texts[1].get_text().endswith("of 200.0 MiB")
     assert figure.axes[0].get_ylim()[1] == pytest.approx(1.08 * 20)

@@ -77,12 +77,6 @@ def test_a_component_of_another_package_is_traced_once_per_process(tracing: Trac
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_data_set_or_a_logger_of_another_package_does_not_matter(tracing: Tracing, tmp_path: Path) -> None:
-    others = {"dataset": {"_component_": "mine.Dataset"}, "metric_logger": {"_component_": "mine.Logger"}}
-    asked_by_new_processes(tmp_path, CONFIG, DictConfig(CONFIG | others))
-    assert tracing.count == 1
-
-
 @pytest.mark.parametrize(
     "spoilt",
     [

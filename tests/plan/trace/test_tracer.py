@@ -1,19 +1,15 @@
 """A config is traced in this process: its whole step takes the planned bytes, and nothing stays behind."""
 
 import logging
-import random
 import sys
 import warnings
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 import torchtune.training._activation_offloading as torchtune_offloading
 from omegaconf import DictConfig
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from tests.plan.trace.test_loop import state_of_torch
 from tests.support.ranks import run_alone
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.trace.config_steps import steps_of
@@ -74,22 +70,15 @@ def test_progress_is_shown_on_standard_error_and_nothing_else_is_printed(capfd: 
 
 
 def _state() -> list[Any]:
-    """What tracing a config changes."""
+    """What tracing a config changes, in torchtune too."""
     recipe: Any = sys.modules["adaptive_full_finetune_distributed"].StockRecipe
     return [
-        recipe._setup_model.__globals__["training"],
+        dict(vars(recipe._setup_model.__globals__["training"])),
         torchtune_offloading.OffloadActivations,
         logging.root.manager.disable,
         list(warnings.filters),
         sys.stdout,
-        sys.excepthook,
-        (torch.get_default_device(), torch.get_default_dtype(), torch.is_grad_enabled(), dist.is_initialized()),
-        _get_current_dispatch_mode_stack(),
-        {name: value for name, value in vars(torch.cuda).items() if callable(value)},
-        DeviceMesh.__init__,
-        sys.modules["torch.optim.optimizer"]._get_foreach_kernels_supported_devices,
-        torch.get_rng_state().tolist(),
-        random.getstate(),
+        *state_of_torch(),
     ]
 
 

@@ -7,7 +7,7 @@ import ast
 import importlib
 import importlib.util
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, get_type_hints
@@ -196,8 +196,8 @@ class RunKeys:
         training: the trainer's arguments.
     """
 
-    model: ModelKeys = field(default_factory=ModelKeys)
-    training: Mapping[str, Any] = field(default_factory=dict)
+    model: ModelKeys
+    training: Mapping[str, Any]
 
     @classmethod
     def of(cls, keys: Mapping[str, Any], arguments: Arguments) -> "RunKeys":

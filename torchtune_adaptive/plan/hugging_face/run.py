@@ -137,16 +137,15 @@ class HuggingFaceRun:
         whole = self.model.num_layers
         if found is None:
             found = replace(self._traced(None, sizes=self._sizes()), traced_layers=(whole,) if whole else ())
-        num_parameters, num_trainable = self._whole_parameters  # those of a trace may be packed
-        return replace(found, num_layers=whole, num_parameters=num_parameters, num_trainable=num_trainable)
+        return replace(found, num_layers=whole, num_parameters=self._whole_parameters)  # those of a trace may be packed
 
     def _traced_with(self, first: int, second: int, third: int) -> TracedLoop | None:
         """The step, from models of these numbers of layers; None if the whole model's does not follow from theirs."""
         whole = self.model.num_layers
         periods = (whole - first) // (second - first)
-        one, two, numbers = self._num_parameters(first), self._num_parameters(second), self._whole_parameters
+        one, two = self._num_parameters(first), self._num_parameters(second)
         # Layers beyond the third model may differ, as in a mixture of experts whose last layers are dense.
-        if numbers != tuple(start + periods * (more - start) for start, more in zip(one, two, strict=True)):
+        if self._whole_parameters != one + periods * (two - one):
             return None
         small, *others = self._sizes()
         few, more, most = (
@@ -165,17 +164,16 @@ class HuggingFaceRun:
         step = replace(few.step, traced=dict(sorted(steps.items())), periods=periods)
         if not (step.follows(1) and step.follows(max(steps) + 1)):
             return None
-        return replace(few, step=step, traced_layers=(first, second))
+        return replace(few, lengths=(step,), traced_layers=(first, second))
 
     @cached_property
-    def _whole_parameters(self) -> tuple[int, int]:
-        """Parameters of the whole model, and those that are trained."""
+    def _whole_parameters(self) -> int:
+        """Parameters of the whole model."""
         return self._num_parameters(None)
 
-    def _num_parameters(self, num_layers: int | None) -> tuple[int, int]:
-        """Parameters of the model with so many layers, adapters included, and those that are trained."""
-        parameters = list(self._built(num_layers).parameters())
-        return sum(one.numel() for one in parameters), sum(one.numel() for one in parameters if one.requires_grad)
+    def _num_parameters(self, num_layers: int | None) -> int:
+        """Parameters of the model with so many layers, adapters included."""
+        return sum(one.numel() for one in self._built(num_layers).parameters())
 
     def _built(self, num_layers: int | None) -> nn.Module:
         """The model with so many layers and its adapters, without memory. Weights of 4 bits are not packed."""
@@ -224,7 +222,7 @@ class HuggingFaceRun:
     def _sizes(self) -> list[int]:
         """Numbers of samples to trace: the first two fill a tile of TRL's loss, whose size then grows no more.
 
-        The others are smaller. Where activations are offloaded, two of them are so large that all tensors are.
+        The others are smaller. If activations are offloaded, all tensors of two of them are large enough for that.
         """
         tokens = (self.seq_len - 1) * (2 if self.trainer == "dpo" else 1)
         tile = 0 if self.trainer == "transformers" else tokens_of_a_tile()
@@ -248,7 +246,7 @@ class HuggingFaceRun:
         replicas = training.options_of_ddp
         setup = () if replicas is None else setup_of_replicas(self._whole_packed, replicas)
         step = replace(traced.step, state_exists=False, setup=setup)  # a trainer's first step makes the state
-        return replace(traced, step=step)
+        return replace(traced, lengths=(step,))
 
     @contextmanager
     def _training(self, num_layers: int | None) -> Iterator["_Training"]:
@@ -266,7 +264,7 @@ class HuggingFaceRun:
     def _few_layers(self) -> tuple[int, int, int] | None:
         """Numbers of layers from which the whole model may follow; None if it has too few to be worth it.
 
-        What TRL's offloading keeps of the layers before goes on in no such pattern.
+        None with TRL's offloading too: what it keeps of earlier layers follows no pattern of layers.
         """
         whole = self.model.num_layers
         if not whole or self.run_keys.training.get("activation_offloading"):

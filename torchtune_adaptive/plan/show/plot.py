@@ -1,7 +1,6 @@
 """The picture of a step for `tune-adaptive plan --plot`: its live memory by kind, drawn by matplotlib."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate, groupby
@@ -61,58 +60,20 @@ def write_plot(path: Path, planned: Plan) -> None:
     Raises:
         InputError: the file cannot be written.
     """
-    size, device = planned.decisive.chosen, planned.device
-    assert size.seq_len is not None, "only configs have plots"
-    drawn_device = DrawnDevice(
-        memory_bytes=device.memory_bytes or device.limit_bytes,
-        usable_bytes=device.usable_bytes,
-        added_bytes=size.process_bytes - size.allocated_bytes,
-    )
-    draw = partial(
-        step_figure,
-        planned.memory(size.batch_size),
-        batch_size=size.batch_size,
-        seq_len=size.seq_len,
-        title=planned.title,
-        world_size=planned.world_size,
-        device=drawn_device,
-        note=offload_note([planned]),
-    )
-    plot = svg_of(draw)
+    plot = svg_of(partial(step_figure, planned))
     with writing("--plot", path):
         write_atomically(path, plot)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DrawnDevice:
-    """A rank's device: its memory, the usable part, and the overhead added to the traced peak (0 on a CPU)."""
-
-    memory_bytes: float
-    usable_bytes: float
-    added_bytes: float
-
-
-def step_figure(
-    step: StepMemory,
-    *,
-    batch_size: int,
-    seq_len: int,
-    title: str,
-    world_size: int,
-    device: DrawnDevice,
-    note: str,
-) -> "Figure":
-    """Draw a step: its phases side by side, in each the bytes of every kind on top of each other.
-
-    Args:
-        seq_len: tokens of a row.
-        title: the config's name.
-        device: the device of each of ``world_size`` ranks.
-        note: a sentence below the heading, or "".
-    """
+def step_figure(planned: Plan) -> "Figure":
+    """Draw the step of the longest rows: its phases side by side, in each the bytes of every kind above each other."""
     from matplotlib.figure import Figure
 
+    size = planned.decisive.chosen
+    step = planned.memory(size.batch_size)
     peak_bytes = step.allocated_bytes
+    memory_bytes = planned.device.memory_bytes or planned.device.limit_bytes
+    added_bytes = size.process_bytes - peak_bytes  # 0 on a CPU
     peak_at = step.live_bytes.index(peak_bytes)
     phases = phases_of([event.phase for event in step.events])
     num_drawn = sum(len(inside) for _, inside in phases)
@@ -122,8 +83,8 @@ def step_figure(
     widths = [
         own + max(0, 1 - sum(room)) * len(inside) / num_drawn for own, (_, inside) in zip(room, phases, strict=True)
     ]
-    shows_device = device.memory_bytes <= _HIGHEST_DEVICE * peak_bytes
-    highest_bytes = max(peak_bytes, device.memory_bytes if shows_device else 0)
+    shows_device = memory_bytes <= _HIGHEST_DEVICE * peak_bytes
+    highest_bytes = max(peak_bytes, memory_bytes if shows_device else 0)
     unit, unit_bytes = byte_unit(highest_bytes)
     figure = Figure(figsize=_INCHES)
     grid = {"width_ratios": widths, **_PLACE}
@@ -137,16 +98,19 @@ def step_figure(
         axes.spines.left.set_visible(axes is panels[0])
         axes.tick_params(left=axes is panels[0])
         if shows_device:
-            _draw_device(axes, device, unit_bytes)
+            _draw_device(axes, memory_bytes, planned.device.usable_bytes, added_bytes, unit_bytes)
         if peak_at in inside:
             _draw_peak(axes, peak_at, peak_bytes, unit_bytes)
     panels[0].set_ylim(0, 1.08 * highest_bytes / unit_bytes)  # of all panels
     panels[0].set_ylabel(f"memory of a rank [{unit}]")
-    title = title if len(title) <= _TITLE_CHARS else f"…{title[1 - _TITLE_CHARS :]}"
+    title = planned.title if len(planned.title) <= _TITLE_CHARS else f"…{planned.title[1 - _TITLE_CHARS :]}"
     figure.text(0.01, 0.98, f"{title}: memory of one train step", va="top", fontsize="large", fontweight="bold")
-    rows = f"A batch of {batch_size:,} rows of {seq_len:,} tokens"
-    figure.text(0.01, 0.93, f"{rows} {_sentence(peak_bytes, world_size, device)}", va="top")
-    figure.text(0.01, 0.02, "\n".join(filter(None, [_where(step, peak_at), note])))
+    rows = f"A batch of {size.batch_size:,} rows of {size.seq_len:,} tokens"
+    ranks = f"each of {planned.world_size} ranks" if planned.world_size > 1 else "one rank"
+    together = f", {format_bytes(size.process_bytes)} with GPU overhead" if added_bytes else ""
+    peak = f"peak {format_bytes(peak_bytes)}{together}, of {format_bytes(memory_bytes)}"
+    figure.text(0.01, 0.93, f"{rows} on {ranks}: {peak}", va="top")
+    figure.text(0.01, 0.02, "\n".join(filter(None, [_where(step, peak_at), offload_note([planned])])))
     handles, labels = panels[0].get_legend_handles_labels()
     place = {"loc": "upper left", "bbox_to_anchor": (0.77, 0.84), "alignment": "left"}
     figure.legend(handles[::-1], labels[::-1], title="at the peak", **place)
@@ -193,17 +157,15 @@ def _draw_kinds(
     axes.stackplot([*shown, end], *heights, labels=labels, colors=colours, step="post", linewidth=0, rasterized=True)
 
 
-def _draw_device(axes: "Axes", device: DrawnDevice, unit_bytes: int) -> None:
-    """Lines for the device's memory and its usable part, and a band for the GPU's overhead."""
-    memory, usable, added = (
-        num_bytes / unit_bytes for num_bytes in (device.memory_bytes, device.usable_bytes, device.added_bytes)
-    )
+def _draw_device(axes: "Axes", memory_bytes: float, usable_bytes: float, added_bytes: float, unit_bytes: int) -> None:
+    """Lines for the device's memory and its usable part, and a band for the overhead added to the traced peak."""
+    memory, usable, added = (num_bytes / unit_bytes for num_bytes in (memory_bytes, usable_bytes, added_bytes))
     if added:
-        label = f"GPU overhead: {format_bytes(device.added_bytes)}"
+        label = f"GPU overhead: {format_bytes(added_bytes)}"
         axes.axhspan(usable - added, usable, facecolor="none", edgecolor=SOFT, hatch="///", linewidth=0, label=label)
     if usable < memory:
-        axes.axhline(usable, color=INK, linestyle="--", label=f"usable: {format_bytes(device.usable_bytes)}")
-    axes.axhline(memory, color=INK, label=f"device: {format_bytes(device.memory_bytes)}")
+        axes.axhline(usable, color=INK, linestyle="--", label=f"usable: {format_bytes(usable_bytes)}")
+    axes.axhline(memory, color=INK, label=f"device: {format_bytes(memory_bytes)}")
 
 
 def _draw_peak(axes: "Axes", peak_at: int, peak_bytes: int, unit_bytes: int) -> None:
@@ -223,13 +185,6 @@ def _draw_peak(axes: "Axes", peak_at: int, peak_bytes: int, unit_bytes: int) -> 
         annotation_clip=False,
         zorder=4,
     )
-
-
-def _sentence(peak_bytes: int, world_size: int, device: DrawnDevice) -> str:
-    ranks = f"each of {world_size} ranks" if world_size > 1 else "one rank"
-    peak, together = format_bytes(peak_bytes), format_bytes(peak_bytes + device.added_bytes)
-    added = f", {together} with GPU overhead" if device.added_bytes else ""
-    return f"on {ranks}: peak {peak}{added}, of {format_bytes(device.memory_bytes)}"
 
 
 def _where(step: StepMemory, peak_at: int) -> str:

@@ -8,7 +8,7 @@ CUDA. torch may have been built for CUDA or not.
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -48,13 +48,9 @@ def computed_as_on_cuda(*, compiles: bool = False) -> Iterator[None]:
     Args:
         compiles: whether layers are compiled; see ``compiled_code``.
     """
-    with optimizers_choose_as_on_cuda(), _composed_as_on_cuda(compiles=compiles), _attention_as_on_cuda():
+    attention = mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _without_dropout)
+    with optimizers_choose_as_on_cuda(), _composed_as_on_cuda(compiles=compiles), attention:
         yield
-
-
-def _attention_as_on_cuda() -> AbstractContextManager[Any]:
-    """Context: attention with dropout needs no matrix of all pairs of tokens, as CUDA's kernels do not."""
-    return mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _without_dropout)
 
 
 class DevicesMapped(TorchFunctionMode):
@@ -157,7 +153,7 @@ def _without_dropout(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Attention whose dropout takes no memory: CUDA's kernels keep a seed; the CPU's have none."""
+    """Attention whose dropout takes no memory: CUDA's kernels keep a seed, a CPU's a mask of all pairs of tokens."""
     return _attention(query, key, value, attn_mask, 0.0, is_causal, **kwargs)
 
 

@@ -7,8 +7,9 @@ of torch 2.13. ``tests/plan/trace/test_autocast_as_cuda.py`` compares them with 
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.library import Library, fallthrough_kernel
@@ -63,8 +64,6 @@ WIDEST = _names(
 def autocast_as_cuda() -> Iterator[None]:
     """Within the context, autocast casts CPU tensors as it casts CUDA tensors. Its settings for "cuda" are theirs."""
     library = Library("aten", "IMPL")
-    names = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
-    originals = {name: getattr(torch, name) for name in names}
     dtype = torch.get_autocast_dtype("cpu")
     torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
     try:
@@ -72,12 +71,11 @@ def autocast_as_cuda() -> Iterator[None]:
             warnings.simplefilter("ignore")  # torch warns that the kernels replace its own
             for name, kernel in _kernels():
                 library.impl(name, kernel, _CPU_KEY)
-        for name, original in originals.items():
-            setattr(torch, name, _for_the_cpu(original))
-        yield
+        with ExitStack() as stack:
+            for name in ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
+                stack.enter_context(mock.patch.object(torch, name, _for_the_cpu(getattr(torch, name))))
+            yield
     finally:
-        for name, original in originals.items():
-            setattr(torch, name, original)
         torch.set_autocast_dtype("cpu", dtype)
         library._destroy()
 

@@ -1,4 +1,4 @@
-"""Keep answers as small files in a user's cache folder, for programs that ask the same again."""
+"""Keep traced steps as small files in a user's cache folder, for programs that ask the same again."""
 
 import gzip
 import hashlib
@@ -15,6 +15,7 @@ from typing import Any
 
 import torchtune_adaptive
 from torchtune_adaptive.files import write_atomically
+from torchtune_adaptive.plan.trace.step_events import TracedStep
 
 _log = logging.getLogger(__name__)
 _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes")  # whose components do not change without a new version
@@ -23,7 +24,7 @@ _ENDING = ".json.gz"
 
 
 class Answers:
-    """Answers as JSON, by the question, in files in ``folder`` and in memory. None: in memory alone.
+    """Traced steps by the question, in memory and as JSON in files in ``folder``. None: in memory alone.
 
     An answer depends on the question, on the versions of torch, torchtune and torchao, and on the files of this
     package. If the question names components of other packages, it is kept in memory only. Several programs may use the
@@ -32,18 +33,18 @@ class Answers:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._in_memory: dict[str, Any] = {}
+        self._in_memory: dict[str, TracedStep] = {}
         self._has_warned = False
 
-    def read(self, question: Any) -> Any:
+    def read(self, question: Any) -> TracedStep | None:
         """The answer; None if there is none."""
         name = _digest(question)
         if name not in self._in_memory and (path := self._path(question, name)) is not None:
-            with suppress(OSError, EOFError, zlib.error, ValueError, RecursionError):
-                self._in_memory[name] = json.loads(gzip.decompress(path.read_bytes()))
+            with suppress(OSError, EOFError, zlib.error, ValueError, TypeError, LookupError, RecursionError):
+                self._in_memory[name] = TracedStep.from_json(json.loads(gzip.decompress(path.read_bytes())))
         return self._in_memory.get(name)
 
-    def write(self, question: Any, answer: Any) -> None:
+    def write(self, question: Any, answer: TracedStep) -> None:
         """Keep the answer, and remove the oldest files if there are too many."""
         name = _digest(question)
         self._in_memory[name] = answer
@@ -51,19 +52,16 @@ class Answers:
         if path is None:
             return
         try:
-            write_atomically(path, gzip.compress(json.dumps(answer).encode(), mtime=0))
+            write_atomically(path, gzip.compress(json.dumps(answer.as_json()).encode(), mtime=0))
         except OSError as error:
-            self._warn_once(error)
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("What was traced cannot be kept for the next plan: %s", error)
             return
         with suppress(OSError):  # another program may remove the same file
             newest_first = sorted(path.parent.glob(f"*{_ENDING}"), key=os.path.getmtime, reverse=True)
             for old in newest_first[_MOST_FILES:]:
                 old.unlink()
-
-    def _warn_once(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning("What was traced cannot be kept for the next plan: %s", error)
 
     def _path(self, question: Any, name: str) -> Path | None:
         is_kept = all(component.partition(".")[0] in _PACKAGES for component in _components(question))

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torchtune.training._activation_offloading as torchtune_offloading
 import torchtune.training.activations as torchtune_activations
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes
@@ -29,6 +29,7 @@ from torchtune_adaptive.plan.trace.fake_step import FakeStep
 from torchtune_adaptive.plan.trace.fake_tensors import make_fake
 from torchtune_adaptive.plan.trace.few_layers import layers_limited_to
 from torchtune_adaptive.plan.trace.host_figures import host_figures
+from torchtune_adaptive.plan.trace.keys import is_packed
 from torchtune_adaptive.plan.trace.loop_tracer import LoopTracer
 from torchtune_adaptive.plan.trace.offloaded_activations import OffloadedActivations
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
@@ -87,7 +88,8 @@ class FakeRecipe:
             frozen=self.models[1:],
             keeps_on_host=bool(cfg.get("fsdp_cpu_offload", False)),
         )
-        step.phases = _ReportedPhases(self.models, self._tracer.enter_phase)
+        meter: Any = self._tracer  # it takes the phases as a meter does
+        step.phases = Phases(self.models, meter)
         with self._mode.faking():
             self._warm_up()
 
@@ -148,7 +150,7 @@ class FakeRecipe:
         shape = self._row_format.sequences * len(rows), rows[0]["num_tokens"]
         if isinstance(self._row_format, PreferenceRows):
             return tuple(torch.zeros(shape, dtype=torch.long) for _ in ("tokens", "labels"))
-        names = ("tokens", "labels", "input_pos") if _is_packed(self._cfg.dataset) else ("tokens", "labels")
+        names = ("tokens", "labels", "input_pos") if is_packed(self._cfg) else ("tokens", "labels")
         batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.long) for name in names}
         if self._images is not None:
             batch |= self._images.batch(*shape, mode=self._mode)
@@ -156,24 +158,6 @@ class FakeRecipe:
             # CUDA uses flex attention with a block mask instead; its memory is counted as that of causal attention.
             batch["mask"] = torch.zeros(*shape, shape[1], dtype=torch.bool)
         return batch
-
-
-class _ReportedPhases(Phases):
-    """Reports the phases of a train step to a tracer."""
-
-    def __init__(self, models: Sequence[nn.Module], report: Callable[[str], None]) -> None:
-        super().__init__(models, None)
-        self._report = report
-
-    def enter(self, name: str) -> None:
-        super().enter(name)
-        self._report(name)
-
-
-def _is_packed(dataset: Any) -> bool:
-    """Whether the config's `dataset` is packed. Of several data sets, all are or none is."""
-    one = dataset[0] if isinstance(dataset, ListConfig) else dataset
-    return bool(one.get("packed", False))
 
 
 def _set_up_recipe(cfg: DictConfig, mode: FakeStep, num_layers: int | None) -> Any:
@@ -302,35 +286,25 @@ def _compiling() -> Any:
 @contextmanager
 def _without_weights(stock_recipe: Any) -> Iterator[None]:
     """Within the context the stock recipe's models keep the meta tensors they are built with, and nothing compiles."""
-    names = stock_recipe._setup_model.__globals__
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(names, training=_TrainingOnFakes(names["training"])))
+        stack.enter_context(
+            mock.patch.multiple(
+                stock_recipe._setup_model.__globals__["training"],
+                load_from_full_model_state_dict=_loads_nothing,
+                validate_no_params_on_meta_device=lambda _: None,
+                compile_model=lambda model, **_: _compiling().compile_layers(model),
+                compile_loss=lambda loss, **_: _compiling().compile_loss(loss),
+            )
+        )
         stack.enter_context(mock.patch.object(torchtune_offloading, "OffloadActivations", OffloadedActivations))
         # Selective checkpointing counts layers over all models of a process, in an attribute.
         stack.enter_context(mock.patch.dict(vars(torchtune_activations.checkpoint_wrapper)))
         yield
 
 
-class _TrainingOnFakes:
-    """``torchtune.training`` for a stock recipe whose models have no weights."""
-
-    def __init__(self, training: Any) -> None:
-        self._training = training
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._training, name)
-
-    def load_from_full_model_state_dict(self, model: nn.Module, *_: Any, **__: Any) -> tuple[list[str], list[str]]:
-        for module in model.modules():
-            if isinstance(module, DoRALinear):  # would compute its magnitude from the weights
-                module.initialize_dora_magnitude = lambda: None
-        return [], []
-
-    def validate_no_params_on_meta_device(self, _: nn.Module) -> None:
-        return None
-
-    def compile_model(self, model: nn.Module, *_: Any, **__: Any) -> None:
-        _compiling().compile_layers(model)
-
-    def compile_loss(self, loss: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        return _compiling().compile_loss(loss)
+def _loads_nothing(model: nn.Module, *_: Any, **__: Any) -> tuple[list[str], list[str]]:
+    """``load_from_full_model_state_dict`` of a model that keeps its meta tensors: no name is missing or unexpected."""
+    for module in model.modules():
+        if isinstance(module, DoRALinear):  # would compute its magnitude from the weights
+            module.initialize_dora_magnitude = lambda: None
+    return [], []

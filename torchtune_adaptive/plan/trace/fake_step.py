@@ -53,7 +53,6 @@ class FakeStep(FakeTensorMode):
 
     Attributes:
         like_cuda: code for CUDA runs on the fake tensors, which are on the device "cpu".
-        num_operations: operations so far.
         has_read_values: whether an unknown value was read.
     """
 
@@ -61,7 +60,6 @@ class FakeStep(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.like_cuda = like_cuda
         self._values_are_fixed = values_are_fixed
-        self.num_operations = 0
         self.has_read_values = False
         self._storages: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
         self._adopted = WeakTensorKeyDictionary()  # by a tensor of the user's that is not fake: the fake one
@@ -105,7 +103,6 @@ class FakeStep(FakeTensorMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return super().__torch_dispatch__(func, types, args, kwargs)
-        self.num_operations += 1
         if func is _READ:
             return self._read(args[0])
         is_dynamic = torch.Tag.dynamic_output_shape in func.tags and (func is not _INDEX or _has_mask(args[1]))

@@ -60,14 +60,11 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 
 @contextmanager
 def optimizers_choose_as_on_cuda() -> Iterator[None]:
-    """By default an optimizer steps over lists of tensors (foreach) on CUDA, and over single tensors on a CPU.
-
-    So it does if the tensors are fake ones, and so does clipping.
-    """
+    """By default an optimizer steps over lists of tensors (foreach) on CUDA, and over single tensors on a CPU."""
     module: Any = sys.modules["torch.optim.optimizer"]
     name = "_get_foreach_kernels_supported_devices"
     devices = [*getattr(module, name)(), "cpu"]
-    with fakes_in_lists(), mock.patch.object(module, name, return_value=devices):
+    with mock.patch.object(module, name, return_value=devices):
         yield
 
 
@@ -95,8 +92,5 @@ def shardings_worked_out_unseen() -> Iterator[None]:
         with _disable_current_modes():
             return propagate(*args)
 
-    propagator._propagate_tensor_meta_non_cached = unseen
-    try:
+    with mock.patch.object(propagator, "_propagate_tensor_meta_non_cached", unseen):
         yield
-    finally:
-        propagator._propagate_tensor_meta_non_cached = propagate

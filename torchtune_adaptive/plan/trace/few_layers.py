@@ -4,8 +4,10 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
@@ -22,9 +24,10 @@ def layers_limited_to(num_layers: int | None, component: str) -> Iterator[list[i
     """
     _import_builders(component)
     true_counts: list[int] = []
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
 
-    def limited(builder: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    def limited(builder: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(builder)
+
         @functools.wraps(builder)
         def build(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
@@ -34,24 +37,20 @@ def layers_limited_to(num_layers: int | None, component: str) -> Iterator[list[i
 
         return build
 
-    try:
-        for names, key, builder in list(_builders()):
-            replaced.append((names, key, builder))
-            names[key] = limited(builder, inspect.signature(builder))
+    with ExitStack() as stack:
+        for module, name, builder in list(_builders()):
+            stack.enter_context(mock.patch.object(module, name, limited(builder)))
         yield true_counts
-    finally:
-        for names, key, builder in replaced:
-            names[key] = builder
 
 
-def _builders() -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Each function in torchtune's imported models that builds layers of text, with its module's namespace and name."""
+def _builders() -> Iterator[tuple[ModuleType, str, Any]]:
+    """Each function in torchtune's imported models that builds layers of text, with its module and name."""
     taken = {"num_layers", "vocab_size"}
     for module_name, module in sys.modules.items():
         if module_name.startswith("torchtune.models."):
             for key, value in vars(module).items():
                 if inspect.isfunction(value) and taken <= inspect.signature(value).parameters.keys():
-                    yield vars(module), key, value
+                    yield module, key, value
 
 
 def _import_builders(component: str) -> None:

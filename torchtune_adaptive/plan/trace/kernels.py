@@ -75,12 +75,12 @@ def _pairs(kernels: Sequence[Kernel], nbytes: Sequence[int]) -> list[tuple[Kerne
     """Pairs of kernels that could be fused, those that share the most bytes first."""
     fusable = [one for one in kernels if one.elements is not None]
     pairs = [
-        (sum(nbytes[number] for number in shared), first, second)
+        (first, second)
         for index, first in enumerate(fusable)
         for second in fusable[:index]
-        if first.elements == second.elements and (shared := first.shared(second))
+        if first.elements == second.elements and first.shared(second)
     ]
-    return [pair for _, *pair in sorted(pairs, key=lambda pair: (-pair[0], pair[2].order))]  # pyright: ignore
+    return sorted(pairs, key=lambda pair: (-sum(nbytes[one] for one in pair[0].shared(pair[1])), pair[1].order))
 
 
 def _depends_through_others(kernel: Kernel, on: Kernel, makers: dict[int, Kernel]) -> bool:

@@ -3,7 +3,7 @@
 Every key that torchtune's recipes read is in one of these tables, or refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -80,13 +80,18 @@ def traced_content(cfg: DictConfig) -> dict[str, Any]:
     """
     content = resolved(cfg)
     _refuse_unplanned(content)
-    found = {key: content[key] for key in TRACED if key in content}
-    dataset = found.pop("dataset", None)
-    blocks = dataset if isinstance(dataset, list) else [dataset]
-    found["packed"] = any(isinstance(block, dict) and block.get("packed", False) for block in blocks)
+    found = {key: content[key] for key in TRACED if key in content and key != "dataset"}
+    found["packed"] = is_packed(content)
     found["max_images"] = max_images(content)
     found["gradient_accumulation_steps"] = min(2, content.get("gradient_accumulation_steps") or 1)
     return found
+
+
+def is_packed(cfg: Mapping[str, Any]) -> bool:
+    """Whether the rows of the config's data set, or of one of its data sets, are packed."""
+    dataset = cfg.get("dataset")
+    blocks = dataset if isinstance(dataset, Sequence) else [dataset]
+    return any(isinstance(block, Mapping) and block.get("packed", False) for block in blocks)
 
 
 def max_images(content: Mapping[str, Any]) -> int:

@@ -25,7 +25,7 @@ from torchtune_adaptive.plan.trace.fake_step import FakeStep, treated_as_real
 from torchtune_adaptive.plan.trace.fake_tensors import make_fake
 from torchtune_adaptive.plan.trace.loop_tracer import LoopTracer
 from torchtune_adaptive.plan.trace.restored import fake_process_group, settings_restored
-from torchtune_adaptive.plan.trace.step_events import StepEvents
+from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
 from torchtune_adaptive.plan.trace.untraceable import why_untraceable
 
 TRACED_SIZES = (*SMALL_BATCH_SIZES, 1)  # a dimension of size 1 runs other operations
@@ -37,26 +37,22 @@ TrainStep = Callable[[Any, Any, Any], object]
 MakeBatch = Callable[[int], Any]
 
 
-@dataclass(frozen=True)
-class TracedLoop:
-    """The memory of a loop's train step on rank 0, and figures of its model.
+@dataclass(frozen=True, kw_only=True)
+class TracedLoop(TracedStep):
+    """The step of a loop, whose samples need not be rows of tokens: it has one length, 0.
 
     Attributes:
         model_name: the model's type.
-        step: a steady-state step of any number of samples.
-        num_parameters: parameters over all ranks.
-        num_trainable: the part of them that requires gradients.
-        num_layers, traced_layers: of the model, and of the models that were traced; 0 and () if that is not known.
         is_compiled: the model, or a part of it, would be compiled. It was not for the trace.
     """
 
     model_name: str
-    step: StepEvents
-    num_parameters: int
-    num_trainable: int
-    is_compiled: bool = False
-    num_layers: int = 0
-    traced_layers: tuple[int, ...] = ()
+    is_compiled: bool
+
+    @property
+    def step(self) -> StepEvents:
+        """A steady-state step of any number of samples."""
+        return self.lengths[0]
 
     def events(self, num_samples: int) -> Events:
         """Those of a step that was traced."""
@@ -82,11 +78,7 @@ def trace_loop(
     type, patches, the process group.
 
     Args:
-        build_model: returns the model. It is called on the meta device, and may shard the model by ``fully_shard``.
-        build_optimizer: ``build_optimizer(model)`` returns the optimizer of the model's parameters.
-        train_step: ``train_step(model, optimizer, batch)`` runs a whole step: forward and backward passes, optimizer
-            step.
-        make_batch: ``make_batch(n)`` returns a worst-case batch of n samples, as long as any in training.
+        build_model, build_optimizer, train_step, make_batch: see ``plan_max_batch_size``.
         ranks: ranks that train the model together. With more than one, a process group of them exists in all
             functions, of which this process is rank 0.
         like_cuda: trace what a GPU would run and allocate. "cuda" can be named as a device without a GPU.
@@ -160,12 +152,10 @@ class _FakeLoop:
             traced[small] = self._tracer.trace([batches[small]]).events()  # the warm-up may have left something behind
             if not _are_alike(traced[small], traced[large]):
                 raise _unequal(traced, small, large)
-        parameters = list(self._model.parameters())
         return TracedLoop(
-            type(getattr(self._model, "_orig_mod", self._model)).__name__.removeprefix("FSDP"),
-            StepEvents(0, {size: (events,) for size, events in sorted(traced.items())}),
-            num_parameters=sum(one.numel() for one in parameters),
-            num_trainable=sum(one.numel() for one in parameters if one.requires_grad),
+            (StepEvents(0, {size: (events,) for size, events in sorted(traced.items())}),),
+            model_name=type(getattr(self._model, "_orig_mod", self._model)).__name__.removeprefix("FSDP"),
+            num_parameters=sum(one.numel() for one in self._model.parameters()),
             is_compiled=is_compiled(self._model),
         )
 

@@ -92,6 +92,7 @@ class BlockwiseOptimizer(_StandIn):
     state also has the norm of its update. Paged state of large parameters is in managed memory, which can move to the
     host. It is counted here, but not allocated. See ``get_state_buffer`` and ``init_state`` in
     bitsandbytes/optim/optimizer.py. Blocks have 256 elements since release 0.45, and had 2048 before.
+
     Attributes:
         paged_bytes, whole_paged_bytes: bytes of paged state, of this rank and over all ranks.
     """
@@ -197,7 +198,8 @@ class LowBitAdam(_StandIn):
 class OptimizerOnHost(_StandIn):
     """Holds what torchao's ``CPUOffloadOptimizer`` holds on the device: the state of small parameters.
 
-        With ``offload_gradients`` the gradient of a larger parameter is freed as soon as it is complete.
+    With ``offload_gradients`` the gradient of a larger parameter is freed as soon as it is complete.
+
     Attributes:
         host_bytes: this rank's host memory: pinned copies of larger parameters and gradients, and their state.
     """
@@ -217,11 +219,11 @@ class OptimizerOnHost(_StandIn):
         return parameter.numel() < self._minimal_size
 
     def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
-        names = ("exp_avg", "exp_avg_sq") if self._is_small(parameter) else ()
-        if not names:
-            nbytes = local_part(parameter).nbytes
-            self.host_bytes += 2 * pinned_bytes(nbytes) + 2 * nbytes
-        return {name: torch.zeros_like(parameter) for name in names}
+        if self._is_small(parameter):
+            return {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        nbytes = local_part(parameter).nbytes
+        self.host_bytes += 2 * pinned_bytes(nbytes) + 2 * nbytes
+        return {}
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:

@@ -84,11 +84,11 @@ def _events_of(content: list[Any]) -> Events:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """Events of a config's step by row length, with figures of the model.
+    """Events of a step by row length, with figures of the model.
 
     Attributes:
-        num_layers: the trained model's layers.
-        traced_layers: number of layers of each traced model: small models, or the whole model.
+        num_layers: the trained model's layers; 0 if their number is not known.
+        traced_layers: number of layers of each traced model: small models, or the whole model; () if not known.
         num_parameters: parameters of all models, over all ranks.
         paged_bytes: a rank's optimizer state in paged memory, which is not counted as the device's.
         num_frozen_parameters: the part of ``num_parameters`` in models that are not trained (reference or teacher).
@@ -98,10 +98,10 @@ class TracedStep:
     """
 
     lengths: tuple[StepEvents, ...]
-    num_layers: int
-    traced_layers: tuple[int, ...]
     num_parameters: int
-    paged_bytes: int
+    num_layers: int = 0
+    traced_layers: tuple[int, ...] = ()
+    paged_bytes: int = 0
     num_frozen_parameters: int = 0
     sequences: int = 1
     images: int = 0

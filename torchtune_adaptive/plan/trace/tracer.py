@@ -1,12 +1,8 @@
 """Trace the train steps of configs without a GPU, and keep what was found."""
 
-import gc
-import importlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -42,31 +38,14 @@ class Tracer:
         """
         content = traced_content(cfg)
         questions = {length: content | {"asked": {"world_size": world_size, "seq_len": length}} for length in seq_lens}
-        steps = {length: kept for length, question in questions.items() if (kept := self._kept(question)) is not None}
+        steps = {length: kept for length, question in questions.items() if (kept := self._answers.read(question))}
         if missing := [length for length in questions if length not in steps]:
             with quietly():
-                traced: TracedStep = _config_steps().trace_config(
-                    cfg, world_size=world_size, seq_lens=missing, shows_progress=self._shows_progress
-                )
+                from torchtune_adaptive.plan.trace.config_steps import trace_config  # torch takes seconds to import
+
+                traced = trace_config(cfg, world_size=world_size, seq_lens=missing, shows_progress=self._shows_progress)
             for one in traced.lengths:
                 steps[one.seq_len] = replace(traced, lengths=(one,))
-                self._answers.write(questions[one.seq_len], steps[one.seq_len].as_json())
+                self._answers.write(questions[one.seq_len], steps[one.seq_len])
         found = [steps[length] for length in seq_lens]
         return replace(found[0], lengths=tuple(step.lengths[0] for step in found))
-
-    def _kept(self, question: Any) -> TracedStep | None:
-        with suppress(ValueError, TypeError, LookupError):  # a file with another content
-            if (kept := self._answers.read(question)) is not None:
-                return TracedStep.from_json(kept)
-        return None
-
-
-def _config_steps() -> Any:
-    """The module that traces. Without garbage collection, its imports take two thirds of their time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return importlib.import_module("torchtune_adaptive.plan.trace.config_steps")
-    finally:
-        if was_enabled:
-            gc.enable()
