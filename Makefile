@@ -57,7 +57,7 @@ gpu: $(STAMP)
 # Without a GPU, but beside a torch for CUDA, as torchvision needs it.
 plans: $(STAMP) $(SIMULATED_STAMP)
 	PYTHONPATH=.venv-simulated-gpu/torchvision .venv-simulated-gpu/bin/python -m benchmarks.stock_configs
-	.venv/bin/python -m benchmarks.published_points --output benchmarks/results/published_gpu.md
+	.venv/bin/python -m benchmarks.published_points
 
 # Every stock config, on the CPU; those that need a GPU also on a simulated one.
 starts: $(STAMP) $(SIMULATED_STAMP)

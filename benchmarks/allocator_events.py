@@ -120,20 +120,16 @@ def _report(cases: list[Case], compared: list[dict[str, Comparison]], *, seed: i
         for case, found in zip(cases, compared, strict=True)
         for name, one in found.items()
     ]
-    lines = [
-        "# Plans of a step against the allocator's own events, CPU",
-        "",
+    publish(
+        RESULTS,
+        "Plans of a step against the allocator's own events, CPU",
         provenance(command, ranks="one rank of 1 thread", seconds=seconds),
-        "",
         f"Peaks of whole steps of {' and '.join(map(str, SIZES))} rows, in bytes. No dispatch mode is active, so that"
         " autograd adds up gradients as in training, and memory that a kernel or compiled code takes within itself is"
         " seen. The error is the larger one of both sizes.",
-        "",
-        *(f"- {line}" for line in _summary(compared)),
-        "",
-        *table(["", "case", "run", "planned", "seen", "error"], rows),
-    ]
-    publish(lines, RESULTS)
+        [f"- {line}" for line in _summary(compared)],
+        table(["", "case", "run", "planned", "seen", "error"], rows),
+    )
 
 
 def _list(sizes: Iterable[int]) -> str:

@@ -51,25 +51,20 @@ def main() -> None:
             place = Path(directory) / f"signal_{case.number}"
             ended.append(end_by_signal(case, references[case.setup.name], assets, place))
             print(signals_markdown(ended).splitlines()[-1], flush=True)
-    lines = [
-        "# Runs that are killed or asked to end, CPU",
-        "",
+    publish(
+        RESULTS,
+        "Runs that are killed or asked to end, CPU",
         provenance(COMMAND, seconds=time.monotonic() - started),
-        "",
         "A tiny model with dropout; batches that grow by measured gradient noise, micro-batches left over at an epoch's"
         " end, or a token budget; checkpoints every two or three steps and after epochs, in the step or in the"
         " background. `kill -9` of launcher and ranks at the moment that is named; the same command is then launched"
         " again with `resume_from_checkpoint=auto`. Equal: every later loss, rate, size, gradient norm and padding, and"
         " the last weights, are those of the uninterrupted run, bit for bit.",
-        "",
-        *markdown(struck).splitlines(),
-        "",
+        markdown(struck),
         "Signals. Status 75 is that of a run that was asked to end; torchrun makes 1 of it. Seconds are from the signal"
         " to the end of the last process.",
-        "",
-        *signals_markdown(ended).splitlines(),
-    ]
-    publish(lines, RESULTS)
+        signals_markdown(ended),
+    )
 
 
 if __name__ == "__main__":

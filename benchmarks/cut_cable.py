@@ -45,11 +45,10 @@ def main() -> None:
         for scenario in SCENARIOS:
             outcomes.append(scenario(scenarios))
             print(lines_of(outcomes)[-1], flush=True)
-    lines = [
-        "# A cable that is cut, CPU",
-        "",
+    publish(
+        RESULTS,
+        "A cable that is cut, CPU",
         provenance(COMMAND, seconds=time.monotonic() - started),
-        "",
         "Two networks of Linux, each with a host name of its own, joined by a cable whose frames a program carries, or"
         " loses: as two machines with a switch between them. One rank on each, gloo, and the command of"
         " [several nodes](../../docs/checkpoints.md#several-nodes). The run is that of [killed runs](crashes_cpu.md),"
@@ -57,10 +56,8 @@ def main() -> None:
         " the last weights, are those of two ranks on one machine, bit for bit; of a run that has ended, after it was"
         " started again by the same command. Status -9: a rank has killed its launcher, which would wait for torchrun's"
         " store.",
-        "",
-        *lines_of(outcomes),
-    ]
-    publish(lines, RESULTS)
+        lines_of(outcomes),
+    )
 
 
 if __name__ == "__main__":

@@ -210,25 +210,20 @@ def _report(measured: list[tuple[Case, Measured]], run: dict[str, Any]) -> None:
     names = (STOCK, ON, OFF)
     speeds = ["step", "rounds x steps", *(f"{name}, ms" for name in names), *(f"{name}, tokens/s" for name in names)]
     ratios = ["step", "clock", *(f"{one} / {other}" for one, other in RATIOS), f"{ON} - {STOCK}, ms"]
-    lines = [
-        "# Speed of the training loop without out-of-memory errors against the stock recipes, CPU",
-        "",
+    publish(
+        RESULTS,
+        "Speed of the training loop without out-of-memory errors against the stock recipes, CPU",
         provenance(f"{COMMAND} speed", **run),
-        "",
         "All recipes live in the same processes and take turns in every round; loss, learning rate and gradient norm"
         " of every step are equal, bit for bit. Set-up, saving, the first round and the first step of each turn are not"
         " timed. Tokens are those not masked, over all ranks. Medians over the rounds:",
-        "",
-        *table(speeds, [_speeds(case, blocks) for case, blocks in measured]),
-        "",
+        table(speeds, [_speeds(case, blocks) for case, blocks in measured]),
         "Ratios of speeds in each round, larger than 1 where the first is faster, and the difference of times per step;"
         " median [quartiles] over the rounds. By the wall's clock, and by the CPU time of rank 0's training thread,"
         " which leaves out its waits for the other rank and which other load on the machine disturbs less."
         f" '{STOCK_AGAIN}' is a second stock recipe: how far equal loops seem to differ.",
-        "",
-        *table(ratios, [_ratios(case, blocks, clock) for case, blocks in measured for clock in ("wall", "cpu")]),
-    ]
-    publish(lines, RESULTS)
+        table(ratios, [_ratios(case, blocks, clock) for case, blocks in measured for clock in ("wall", "cpu")]),
+    )
 
 
 # ---- host time by cause
@@ -386,29 +381,24 @@ def _report_host() -> None:
     measured = {ranks: measured_on_ranks(host_times, ranks, make_assets=no_assets) for ranks in (1, RANKS)}
     alone, sharded = (times for times, _ in measured.values())
     run = measured[RANKS][1]
-    lines = [
-        "# Host time that recovery adds to a step, CPU",
-        "",
+    publish(
+        HOST_RESULTS,
+        "Host time that recovery adds to a step, CPU",
         provenance(f"{COMMAND} host", **run),
-        "",
         f"A model of {_LAYERS} layers of 6 linear layers of width {_WIDTH}, with 2 buffers each; one row per step, and"
         " neither optimizer nor data. `RecoverableStep` against the forward and backward pass alone, in turns,"
         f" {_STEPS} steps of each. CPU time of rank 0's training thread, without its waits; median [quartiles]:",
-        "",
-        *table(
+        table(
             ["", "without, us", "with, us", "with / without", "with - without, us"],
             [_host_row(name, times) for name, times in (("one process", alone), ("2 ranks, FSDP2", sharded))],
         ),
-        "",
         "By cause, in further steps, medians. Each is without the causes that it calls. Records are those of as many"
         " collectives in a loop that does nothing else, and in the model's time here.",
-        "",
-        *table(
+        table(
             ["cause", "one process, us", "2 ranks, FSDP2, us"],
             [[cause, *(f"{median(one.causes[cause]):.0f}" for one in (alone, sharded))] for cause in alone.causes],
         ),
-    ]
-    publish(lines, HOST_RESULTS)
+    )
 
 
 def _host_row(name: str, times: HostTimes) -> list[str]:

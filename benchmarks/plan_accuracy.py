@@ -331,32 +331,16 @@ def outcome(name: str, case: Case, folder: Path) -> Outcome:
     return Outcome(name, case, planned, _in_process(case, name, "measured", folder, content=tried))
 
 
-def document(
-    outcomes: Sequence[Outcome], h200: Sequence[dict[str, Any]], seconds: float, failed: Sequence[str] = ()
-) -> Iterator[str]:
-    """The lines of the result."""
-    yield from ["# Plans against what torch's allocator reserves", ""]
-    yield provenance(COMMAND, seconds=seconds, device=f"a simulated GPU of {CARD_GIB} GiB")
-    yield from ["", ABOUT]
-    if failed:
-        yield from [f"Not measured, as a process failed: {', '.join(failed)}.", ""]
-    yield from ["## Errors", ""]
+def _report(
+    outcomes: Sequence[Outcome], h200: Sequence[dict[str, Any]], output: Path, *, seconds: float, failed: Sequence[str]
+) -> None:
     groups = dict.fromkeys(one.case.group for one in outcomes)
     rows = [_summary(group, [one for one in outcomes if one.case.group == group]) for group in groups]
-    header = ["group", "steps", "allocated: median", "worst", "reserved: median", "worst"]
-    yield from table(header, [*rows, _summary("all", outcomes)])
     limits = [(one.name, *limit) for one in outcomes for limit in one.limits()]
     exact = sum(planned == found for _, _, planned, found in limits)
     near = sum(abs(planned - found) == 1 for _, _, planned, found in limits)
     above = sum(planned > found for _, _, planned, found in limits)
-    yield from ["", "## Largest sizes", ""]
-    yield f"Of {len(limits)} limits {exact} have the planned size, {near} differ by one row, and {above} were too high."
     cells = [[name, limit, str(planned), str(found)] for name, limit, planned, found in limits]
-    yield from ["", *table(["case", "limit, GiB", "planned", "found"], cells)]
-    yield from ["", "## An H200", "", "What a search found there, in `gpu_nvidia_h200.json`, with the margin free.", ""]
-    header = ["config", "limit, GiB", "planned", "found", "reserved", "plan"]
-    yield from table(header, [_cells_of_h200(one) for one in h200])
-    yield from ["", "## Steps", ""]
     steps = [
         [
             one.name,
@@ -368,7 +352,26 @@ def document(
         for one in outcomes
         for (size, reserved), (_, allocated) in zip(one.errors(1), one.errors(0), strict=True)
     ]
-    yield from table(["case", "rows", "reserved", "plan", "allocated"], steps)
+    publish(
+        output,
+        "Plans against what torch's allocator reserves",
+        provenance(COMMAND, seconds=seconds, device=f"a simulated GPU of {CARD_GIB} GiB"),
+        ABOUT,
+        *([f"Not measured, as a process failed: {', '.join(failed)}."] if failed else []),
+        "## Errors",
+        table(
+            ["group", "steps", "allocated: median", "worst", "reserved: median", "worst"],
+            [*rows, _summary("all", outcomes)],
+        ),
+        "## Largest sizes",
+        f"Of {len(limits)} limits {exact} have the planned size, {near} differ by one row, and {above} were too high.",
+        table(["case", "limit, GiB", "planned", "found"], cells),
+        "## An H200",
+        "What a search found there, in `gpu_nvidia_h200.json`, with the margin free.",
+        table(["config", "limit, GiB", "planned", "found", "reserved", "plan"], map(_cells_of_h200, h200)),
+        "## Steps",
+        table(["case", "rows", "reserved", "plan", "allocated"], steps),
+    )
 
 
 def _cells_of_h200(one: dict[str, Any]) -> list[str]:
@@ -406,11 +409,8 @@ def main() -> None:
             errors = " ".join(f"{rows}: {error:+.2%}" for rows, error in last.errors(1))
             print(f"{name} ({time.perf_counter() - before:.0f} s): {errors} {list(last.limits())}", file=sys.stderr)
         h200: Any = _in_process(CASES["1B full"], "1B full", "h200", Path(folder))
-    lines = list(document(outcomes, h200, time.perf_counter() - started, failed))
-    if arguments.output:
-        publish(lines, arguments.output)
-    else:
-        print("\n".join(lines))
+    if arguments.output is not None:
+        _report(outcomes, h200, arguments.output, seconds=time.perf_counter() - started, failed=failed)
 
 
 if __name__ == "__main__":

@@ -126,19 +126,15 @@ def _report(rows: list[list[str]], wrong: int, run: dict[str, Any]) -> None:
     header = ["case", "limit", "exhaustive"]
     for strategy in STRATEGIES:
         header += [strategy, "probes", "OOMs"]
-    lines = [
-        "# Largest batch size by each strategy against exhaustive search, CPU",
-        "",
+    publish(
+        RESULTS,
+        "Largest batch size by each strategy against exhaustive search, CPU",
         provenance(COMMAND, **run),
-        "",
         "Margin 0.05, no rounding. Probes are whole train steps; each search also takes one step of two rows before its"
         " first probe.",
-        "",
         f"{len(rows) * len(STRATEGIES) - wrong} of {len(rows) * len(STRATEGIES)} searches exact.",
-        "",
-        *table(header, rows),
-    ]
-    publish(lines, RESULTS)
+        table(header, rows),
+    )
 
 
 if __name__ == "__main__":

@@ -49,20 +49,17 @@ def main() -> None:
             outcomes.append(scenario(scenarios))
             print(lines_of(outcomes)[-1], flush=True)
         version = said_by("sbatch", "--version").strip()
-    lines = [
-        "# Jobs of Slurm, CPU",
-        "",
+    publish(
+        RESULTS,
+        "Jobs of Slurm, CPU",
         provenance(COMMAND, seconds=time.monotonic() - started),
-        "",
         f"{version}, two nodes on one machine, two ranks on one node or one on each. The run is that of"
         " [killed runs](crashes_cpu.md): a tiny model with dropout whose batch grows by measured gradient noise, with a"
         " checkpoint every two steps. It waits after step 5 until the scenario has happened. Equal: every later figure"
         " of the log, and the last weights, are those of a run by `tune run` that was not disturbed, bit for bit; for"
         " the one out of memory, of a run with the same fault.",
-        "",
-        *lines_of(outcomes),
-    ]
-    publish(lines, RESULTS)
+        lines_of(outcomes),
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,23 +181,25 @@ class Outcome:
         return {rows: planned[str(rows)][place] / figures[place] - 1 for rows, figures in self.measured.items()}
 
 
-def document(outcomes: Sequence[Outcome], seconds: float) -> Iterator[str]:
-    """The lines of the result."""
-    yield from ["# Plans of trainers against what torch's allocator reserves", ""]
+def _report(outcomes: Sequence[Outcome], output: Path, *, seconds: float) -> None:
     packages = ("torch", "transformers", "trl", "peft", "accelerate")
-    yield provenance(COMMAND, seconds=seconds, device=f"a simulated GPU of {CARD_GIB} GiB", packages=packages)
-    yield from ["", ABOUT]
     cells: list[list[str]] = []
     for place, name in enumerate(("allocated", "reserved")):
         errors = [error for one in outcomes for error in one.errors(place).values()]
         cells.append([name, str(len(errors)), *median_and_worst(errors)])
-    yield from [*table(["bytes", "steps", "median", "worst"], cells), ""]
     rows = [
         [one.name, str(size), f"{one.measured[size][1] / GIB:.2f}", f"{reserved:+.2%}", f"{one.errors(0)[size]:+.2%}"]
         for one in outcomes
         for size, reserved in one.errors(1).items()
     ]
-    yield from table(["case", "rows", "reserved", "plan", "allocated"], rows)
+    publish(
+        output,
+        "Plans of trainers against what torch's allocator reserves",
+        provenance(COMMAND, seconds=seconds, device=f"a simulated GPU of {CARD_GIB} GiB", packages=packages),
+        ABOUT,
+        table(["bytes", "steps", "median", "worst"], cells),
+        table(["case", "rows", "reserved", "plan", "allocated"], rows),
+    )
 
 
 def main() -> None:
@@ -222,7 +224,7 @@ def main() -> None:
                 errors = " ".join(f"{rows}: {error:+.2%}" for rows, error in outcomes[-1].errors(place).items())
                 print(f"{name}, {('allocated', 'reserved')[place]}: {errors}", file=sys.stderr)
     if arguments.output is not None:
-        publish(list(document(outcomes, time.perf_counter() - started)), arguments.output)
+        _report(outcomes, arguments.output, seconds=time.perf_counter() - started)
 
 
 if __name__ == "__main__":
