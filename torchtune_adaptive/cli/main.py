@@ -53,15 +53,14 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=_versions())
+    versions = f"torchtune {version('torchtune')}, torch {version('torch')}"
+    parser.add_argument(
+        "--version", action="version", version=f"{PROGRAM} {torchtune_adaptive.__version__} ({versions})"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for add_command in (add_plan, add_search, add_fastest, add_report, add_cp):
         add_command(commands)
     return parser
-
-
-def _versions() -> str:
-    return f"{PROGRAM} {torchtune_adaptive.__version__} (torchtune {version('torchtune')}, torch {version('torch')})"
 
 
 if __name__ == "__main__":
