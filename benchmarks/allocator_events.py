@@ -23,11 +23,12 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from benchmarks.forecast_accuracy import Case, config_of, draw_cases, write_checkpoint
-from benchmarks.live import live_recipe, loop_of, probe_maker
+from benchmarks.live import live_recipe, probe_maker
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from tests.support.allocator import rises_by_events
 from tests.support.ranks import run_on_ranks
+from tests.support.recipe_runs import loop_of
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.plan.replay import exact
 from torchtune_adaptive.plan.trace.tracer import Tracer

@@ -27,11 +27,11 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 from tqdm import tqdm
 
-from benchmarks.live import live_recipe, loop_of, real_steps
+from benchmarks.live import live_recipe, real_steps
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from tests.support.ranks import run_on_ranks
-from tests.support.recipe_runs import tiny_config
+from tests.support.recipe_runs import loop_of, tiny_config
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.replay import StepMemory, exact

@@ -214,9 +214,10 @@ def _measured(case: Case, tried: dict[str, list[int]]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from benchmarks.live import loop_of, probe_maker, real_steps
+    from benchmarks.live import probe_maker, real_steps
     from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
     from benchmarks.on_gpu.stage import stage_for
+    from tests.support.recipe_runs import loop_of
     from torchtune_adaptive.engine.distributed.snapshot import UnchangedParameters
     from torchtune_adaptive.engine.memory.out_of_memory import free_memory, is_out_of_memory
 

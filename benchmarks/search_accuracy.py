@@ -15,11 +15,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.live import live_recipe, loop_of, real_steps
+from benchmarks.live import live_recipe, real_steps
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
-from tests.support.recipe_runs import tiny_config
+from tests.support.recipe_runs import loop_of, tiny_config
 from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.settings import STRATEGIES
 from torchtune_adaptive.tiny import make_tiny_assets

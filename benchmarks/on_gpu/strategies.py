@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.live import loop_of, probe_maker, search_again
+from benchmarks.live import probe_maker, search_again
 from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
+from tests.support.recipe_runs import loop_of
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.out_of_memory import comes_from_out_of_memory
 from torchtune_adaptive.settings import STRATEGIES

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.test_tune_run import REPOSITORY
+from tests.support.checkout import REPOSITORY, environment
 from tests.support.recipe_runs import shallow_assets
 from torchtune_adaptive import output
 from torchtune_adaptive.output import tolerate_lost_output
@@ -78,7 +78,7 @@ def lost() -> Iterator[Lost]:
 
 
 def run(
-    command: list[str], kind: str, numbers: tuple[int, ...], lost: Lost, directory: Path, **environment: str
+    command: list[str], kind: str, numbers: tuple[int, ...], lost: Lost, directory: Path, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` with standard output, error or both, given by their numbers, of a kind."""
     descriptor = lost.make(kind, directory)
@@ -88,11 +88,10 @@ def run(
         for number in (0, *numbers) if kind == "closed" else ():
             os.close(number)
 
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
         command,
         cwd=directory,
-        env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'recipes'}"} | environment,
+        env=environment(**{"PYTHONUNBUFFERED": ""} | variables),
         stdout=descriptor if OUT in numbers else subprocess.PIPE,
         stderr=descriptor if ERR in numbers else subprocess.PIPE,
         preexec_fn=prepare,

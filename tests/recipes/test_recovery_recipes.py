@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from tests.recipes.test_tune_run import tune_run
+from tests.support.checkout import tune_run
 from tests.support.ranks import run_on_ranks
 from tests.support.recipe_runs import (
     SHALLOW,

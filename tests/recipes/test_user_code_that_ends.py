@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.test_tune_run import tune_run
+from tests.support.checkout import tune_run
 from tests.support.recipe_runs import adaptive_recipe, shallow_assets
 from torchtune_adaptive.launch import launch
 

@@ -23,9 +23,9 @@ from omegaconf import DictConfig
 from torchtune.data import padded_collate_sft
 from torchtune.training.metric_logging import MetricLoggerInterface
 
+from tests.support.checkout import environment
 from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder
 
-REPOSITORY = Path(__file__).parents[2]
 # Matters only when something hangs: a machine that others use too may be very slow.
 LONGEST_WAIT_S = 600.0
 _POLL_S = 0.002
@@ -171,9 +171,7 @@ class Run:
         for step in holds:
             _hold(self._steps_path, step).touch()
         self._output_path = directory / f"output_{len(list(directory.glob('output_*')))}"
-        self._environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", _ROWS_DIR: str(self._logs)}
-        folders = (str(REPOSITORY / name) for name in ("", "recipes", "tests/support"))
-        self._environment["PYTHONPATH"] = os.pathsep.join(folders)
+        self._environment = environment(HF_HUB_OFFLINE="1") | {_ROWS_DIR: str(self._logs)}
         overrides = {
             "tiny_dir": assets,
             "output_dir": self.out,

@@ -14,7 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.crash_runs import LONGEST_WAIT_S, REPOSITORY, Run, Setup
+from tests.support.checkout import REPOSITORY
+from tests.support.crash_runs import LONGEST_WAIT_S, Run, Setup
 
 SCRIPT = REPOSITORY / "examples" / "slurm" / "train.sbatch"
 NODES = ("n1", "n2")
