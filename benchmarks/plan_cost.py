@@ -69,7 +69,7 @@ def main() -> None:
         cases += [(f"--hf {name}", ["--hf", _folder(Path(models), name)], 8, "2048") for name in MODELS]
         for name, options, ranks, lengths in tqdm(cases, desc="planning"):
             python = sys.executable if "--config" in options else str(WITH_TRANSFORMERS)
-            command = [python, "-c", "from torchtune_adaptive.cli import main; main()", "plan", *options, "--json"]
+            command = [python, "-m", "torchtune_adaptive.cli", "plan", *options, "--json"]
             command += ["--nproc_per_node", str(ranks), "--memory", "80GiB", "--seq-len", lengths]
             with tempfile.TemporaryDirectory() as cache:
                 cold, again = (_run(command, cache) for _ in range(2))

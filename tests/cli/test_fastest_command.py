@@ -200,7 +200,7 @@ def test_what_is_found_trains_as_the_config_does_and_faster(tiny_dir: Path, tmp_
     options = SHALLOW | own | {"enable_activation_checkpointing": True, "adaptive": {"memory_limit": "2GiB"}}
     cfg = tiny_config("full_single", assets, tmp_path / "out", **options)
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
-    command = [sys.executable, "-m", "torchtune_adaptive.cli.main", "fastest", "--try", "checkpointing"]
+    command = [sys.executable, "-m", "torchtune_adaptive.cli", "fastest", "--try", "checkpointing"]
     command += [RECIPE, "--config", str(tmp_path / "config.yaml")]
     subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, check=True)
     found = load_config(str(tmp_path / "out" / "found.yaml"))

@@ -296,7 +296,7 @@ def test_on_one_device_the_run_is_in_this_process(
 def test_two_ranks_search_and_the_printed_command_trains_with_that_size(tiny_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out dir"
     given = ["--nproc_per_node", "2", RECIPE, "--config", "tiny/full", f"tiny_dir={tiny_dir}", f"output_dir={out}"]
-    command = [sys.executable, "-m", "torchtune_adaptive.cli.main", "search", *given, *SHORT]
+    command = [sys.executable, "-m", "torchtune_adaptive.cli", "search", *given, *SHORT]
     searching = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
     errors = searching.stderr
     assert searching.returncode == 0, errors[-3000:]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.program import Program
 from tests.support.toys import search_result
-from torchtune_adaptive.cli.main import main
+from torchtune_adaptive.cli import main
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.report.pictures import pictures

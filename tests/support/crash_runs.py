@@ -510,11 +510,6 @@ class Struck:
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    @property
-    def is_equal(self) -> bool:
-        """Whether the resumed run equals the uninterrupted one."""
-        return not self.problems
-
 
 class _NothingLeftError(Exception):
     """A resumed run ended before it was struck, because it had too little to train."""
@@ -652,30 +647,6 @@ def end_by_signal(case: SignalCase, reference: Reference, assets: Path, director
     last = finished(case.setup, assets, directory)
     end.resumed_from, end.difference = last.resumed_from, reference.difference(last)
     return end
-
-
-def signals_markdown(ends: Sequence[SignalEnd]) -> str:
-    """A table of the signals sent to runs, and of the results."""
-    lines = ["| Signal | To | Run | Status | Seconds | Last step | Resumed from | Equal |", "|" + "---|" * 8]
-    for one in sorted(ends, key=lambda one: one.case.number):
-        case = one.case
-        cells = [case.signal.name, case.to, case.setup.name, one.status, f"{one.seconds:.1f}", one.step]
-        cells += [one.resumed_from, one.difference or "yes"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines) + "\n"
-
-
-def markdown(struck: Sequence[Struck]) -> str:
-    """A table of the killed runs, and of the results."""
-    lines = ["| Case | Run | Struck | Resumed from | Equal | Seconds |", "|---|---|---|---|---|---|"]
-    for one in sorted(struck, key=lambda one: one.case.number):
-        cells = [str(one.case.number), one.case.setup.name, ", then ".join(one.moments)]
-        cells += [", then ".join(one.resumed_from), "yes" if one.is_equal else "; ".join(one.problems)]
-        lines.append(f"| {' | '.join([*cells, f'{one.seconds:.0f}'])} |")
-    writing = sum(any(not moment.startswith("in step") for moment in one.moments) for one in struck)
-    equal = sum(one.is_equal for one in struck)
-    lines += ["", f"{equal} of {len(struck)} resumed as if they had not been struck; {writing} were struck in writing."]
-    return "\n".join(lines) + "\n"
 
 
 _SHALLOW = {"model.num_layers": 2, "tokenizer.max_seq_len": 64, "lr_scheduler.num_warmup_steps": 5}

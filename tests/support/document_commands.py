@@ -14,7 +14,7 @@ from torchtune._recipe_registry import get_all_recipes
 
 from tests.support.checkout import REPOSITORY
 from torchtune_adaptive.cli.arguments import integers
-from torchtune_adaptive.cli.main import _parser
+from torchtune_adaptive.cli.commands import _parser
 from torchtune_adaptive.cli.plan_hugging_face import names_model, parser_of_models
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.gpu import memory_of

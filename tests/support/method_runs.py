@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.support.ranks import run_alone, run_on_ranks
 from tests.support.recipe_runs import (
     COMMON,
     adaptive_recipe,
@@ -240,6 +241,17 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
         return one == other
 
     return [name for name in right if not equal(left[name], right[name])]
+
+
+def by_rank(trials: Callable[..., Any], kind: str, *arguments: Any, timeout_s: float = 600.0) -> list[Any]:
+    """What ``trials(kind, *arguments)`` returns on each of two ranks, or alone for a kind of a single device."""
+    if kind.endswith("_single"):
+        return [run_alone(trials, kind, *arguments, timeout_s=timeout_s)]
+    return run_on_ranks(_on_rank, 2, trials, kind, *arguments, timeout_s=timeout_s)
+
+
+def _on_rank(rank: int, trials: Callable[..., Any], *arguments: Any) -> Any:
+    return trials(*arguments)
 
 
 class _StopError(Exception):
