@@ -93,7 +93,6 @@ class Setup:
         kind: full or lora.
         ranks: 1: the recipe for a single device, unless ``is_distributed``.
         overrides: of the config, by dotted keys.
-        config_file: "" means the config ``tiny/KIND``.
     """
 
     name: str
@@ -101,18 +100,12 @@ class Setup:
     ranks: int
     overrides: Mapping[str, object]
     is_distributed: bool = False
-    config_file: str = ""
 
     @property
     def recipe(self) -> str:
         """The name of the recipe for ``tune run``."""
         single = self.ranks == 1 and not self.is_distributed
         return f"adaptive_{self.kind}_finetune_{'single_device' if single else 'distributed'}"
-
-    @property
-    def config(self) -> str:
-        """The name or path of the config for ``tune run``."""
-        return self.config_file or f"tiny/{self.kind}"
 
     @property
     def epochs(self) -> int:
@@ -179,7 +172,8 @@ class Run:
             "metric_logger.log_dir": self._logs,
             "resume_from_checkpoint": resume,
         }
-        self._arguments = [recipe or setup.recipe, "--config", setup.config]  # of `tune run`, after its own options
+        # What `tune run` gets after its own options.
+        self._arguments = [recipe or setup.recipe, "--config", f"tiny/{setup.kind}"]
         self._arguments += [f"{key}={value}" for key, value in (overrides | dict(setup.overrides)).items()]
 
     @property
@@ -262,13 +256,11 @@ class Launch(Run):
     @property
     def processes(self) -> list[_Process]:
         """Those that run, the launcher first. A rank whose launcher has ended is included if it was seen before."""
-        parents = {int(path.name): _stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
-        while new := [pid for pid, stat in parents.items() if stat and int(stat[1]) in self._known and pid not in self]:
+        stats = {int(path.name): _stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+        parents = {pid: int(stat[1]) for pid, stat in stats.items() if stat}
+        while new := {pid for pid, parent in parents.items() if parent in self._known} - self._known.keys():
             self._known |= {pid: _Process(pid) for pid in new}
         return [one for one in self._known.values() if one.is_alive]
-
-    def __contains__(self, pid: int) -> bool:
-        return pid in self._known
 
     def ranks(self) -> list[_Process]:
         """The processes that train."""
@@ -333,15 +325,10 @@ class Launch(Run):
 
     def rows(self) -> list[list[int]]:
         """The rows that ``recording_collate`` got on each rank; a number identifies each row."""
-        places = [self._rows_of(rank) for rank in range(self._ranks)]
-        return [[int(line) for line in place.read_text().split()] for place in places]
-
-    def _rows_of(self, rank: int) -> Path:
-        (place,) = (self._logs / f"rows_{rank}_{pid}" for pid in self._known if self._has_rows(rank, pid))
-        return place
-
-    def _has_rows(self, rank: int, pid: int) -> bool:
-        return (self._logs / f"rows_{rank}_{pid}").exists()
+        places = [self._logs / f"rows_{rank}_{pid}" for rank in range(self._ranks) for pid in self._known]
+        found = [place for place in places if place.exists()]
+        assert len(found) == self._ranks
+        return [[int(line) for line in place.read_text().split()] for place in found]
 
 
 @contextmanager
@@ -410,15 +397,13 @@ class Case:
 
     Attributes:
         writing: as in ``Moment``.
-        strikes: how often it is killed and then resumed.
-        earlier: how often the first moment was made earlier, because too little was left after it.
+        strikes: how often it is killed and then resumed, if so much is left to train.
     """
 
     number: int
     setup: Setup
     writing: str
     strikes: int
-    earlier: int = 0
 
     def moment(self, strike: int, *, after: int, reference: "Reference") -> Moment:
         """A random moment of a run that begins after step ``after``; it depends only on the case and the arguments."""
@@ -429,7 +414,7 @@ class Case:
         first = max(after, 1)
         if self.writing and strike == 0:
             last -= reference.steps_per_save("step") if self.writing == "step" else 0
-            return Moment(chance.randint(0, max(last, 0)) >> self.earlier, chance.uniform(0, 0.030), self.writing)
+            return Moment(chance.randint(0, max(last, 0)), chance.uniform(0, 0.030), self.writing)
         return Moment(chance.randint(first, max(last, first)), chance.uniform(0, reference.seconds_per_step))
 
 
@@ -511,25 +496,16 @@ class Struck:
     seconds: float = 0.0
 
 
-class _NothingLeftError(Exception):
-    """A resumed run ended before it was struck, because it had too little to train."""
-
-
 def strike(case: Case, reference: Reference, assets: Path, directory: Path) -> Struck:
     """Kill a run at its moments, resume it each time by the same command, and compare the last one."""
-    try:
-        return _strike(case, reference, assets, directory)
-    except _NothingLeftError:
-        assert case.earlier < 5
-        shutil.rmtree(directory)
-        return strike(replace(case, earlier=case.earlier + 1), reference, assets, directory)
-
-
-def _strike(case: Case, reference: Reference, assets: Path, directory: Path) -> Struck:
-    struck, setup, done = Struck(case), case.setup, 0
+    struck, setup, done, last = Struck(case), case.setup, 0, None
     started = time.monotonic()
     for number in range(case.strikes):
-        run = _struck_run(setup, case.moment(number, after=done, reference=reference), assets, directory)
+        run, is_struck = _struck_run(setup, case.moment(number, after=done, reference=reference), assets, directory)
+        if not is_struck:
+            assert number, "ended before it was struck"
+            last = run
+            break
         if number:
             struck.resumed_from.append(run.resumed_from)
         steps = run.steps
@@ -539,7 +515,7 @@ def _strike(case: Case, reference: Reference, assets: Path, directory: Path) -> 
         struck.moments.append(_what_was_struck(run))
         if missing := _lost_steps(setup, run, done):
             struck.problems.append(missing)
-    last = finished(setup, assets, directory)
+    last = last or finished(setup, assets, directory)
     struck.resumed_from.append(last.resumed_from)
     if "resumed with changes" in last.output:
         struck.problems.append("a change was noticed, though there is none")
@@ -551,17 +527,15 @@ def _strike(case: Case, reference: Reference, assets: Path, directory: Path) -> 
     return struck
 
 
-def _struck_run(setup: Setup, moment: Moment, assets: Path, directory: Path) -> Launch:
-    """A run that is killed at ``moment``, or earlier if its checkpoints are written sooner than expected."""
+def _struck_run(setup: Setup, moment: Moment, assets: Path, directory: Path) -> tuple[Launch, bool]:
+    """A run and whether it was killed at ``moment``, or earlier if its checkpoints are written sooner than expected."""
     for _ in range(10):
         with launched(setup, assets, directory) as run:
             run.wait_for_start()
             is_struck = moment.wait(run)
             assert is_struck or run.wait() == 0, run.output[-3000:]
-        if is_struck:
-            return run
-        if not moment.writing:
-            raise _NothingLeftError
+        if is_struck or not moment.writing:
+            return run, is_struck
         shutil.rmtree(directory)
         moment = replace(moment, step=moment.step // 2, delay_s=moment.delay_s / 4)
     raise AssertionError("ten runs ended before they could be killed while they wrote a checkpoint")
