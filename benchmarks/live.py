@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,13 +16,13 @@ from torchtune.training.activations import checkpoint_wrapper
 from tests.support.recipe_runs import adaptive_recipe
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.search.probe import Prober
-from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES, SearchResult
+from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.stock import recipe as recipe_module
 from torchtune_adaptive.stock.configs import is_lora
 from torchtune_adaptive.training.batch.loader import StepSamples
 from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.objectives import Loss
-from torchtune_adaptive.training.sizes import SizeFinder, probe_batch
+from torchtune_adaptive.training.sizes import probe_batch
 from torchtune_adaptive.training.step_result import StepResult
 
 
@@ -149,23 +148,6 @@ def real_steps(recipe: Any, loop: Loop, *, limit_bytes: int | None) -> Iterator[
         meter.limit_bytes = limit_bytes
         prober.warm_up(SMALL_BATCH_SIZES[0], after_failure=restore_optimizers)
         yield prober
-
-
-def search_again(recipe: Any, loop: Loop, *, wanted_rows: int, **settings: Any) -> SearchResult:
-    """What the recipe's search finds with other ``settings``. Restores all state. A collective."""
-    parts = recipe.parts
-    finder = SizeFinder(
-        loop,
-        recipe.trainer.loader,
-        parts.row_format,
-        replace(recipe.settings, use_maximum_batch_size=True, **settings),
-        models=parts.step.models,
-        wanted_rows=wanted_rows,
-        tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
-    )
-    result = finder.find().result
-    assert result is not None
-    return result
 
 
 def timed_step(recipe: Any, samples: StepSamples) -> tuple[float, StepResult]:

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -485,46 +485,29 @@ def reference_of(setup: Setup, assets: Path, directory: Path) -> Reference:
     return reference
 
 
-@dataclass
-class Struck:
-    """The result of a ``Case``."""
-
-    case: Case
-    moments: list[str] = field(default_factory=list)
-    resumed_from: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-def strike(case: Case, reference: Reference, assets: Path, directory: Path) -> Struck:
-    """Kill a run at its moments, resume it each time by the same command, and compare the last one."""
-    struck, setup, done, last = Struck(case), case.setup, 0, None
-    started = time.monotonic()
+def strike(case: Case, reference: Reference, assets: Path, directory: Path) -> list[str]:
+    """Kill a run at its moments, resume it each time by the same command, and compare the last one: what is wrong."""
+    problems, setup, done, last = list[str](), case.setup, 0, None
     for number in range(case.strikes):
         run, is_struck = _struck_run(setup, case.moment(number, after=done, reference=reference), assets, directory)
         if not is_struck:
             assert number, "ended before it was struck"
             last = run
             break
-        if number:
-            struck.resumed_from.append(run.resumed_from)
         steps = run.steps
         if found := step_difference(reference.steps[int(steps[0]["step"]) - 1 :] if steps else [], steps):
-            struck.problems.append(f"before strike {number + 1}: {found}")
+            problems.append(f"before strike {number + 1}: {found}")
         done = run.step
-        struck.moments.append(_what_was_struck(run))
         if missing := _lost_steps(setup, run, done):
-            struck.problems.append(missing)
+            problems.append(missing)
     last = last or finished(setup, assets, directory)
-    struck.resumed_from.append(last.resumed_from)
     if "resumed with changes" in last.output:
-        struck.problems.append("a change was noticed, though there is none")
+        problems.append("a change was noticed, though there is none")
     if left := [path.name for path in last.out.glob("unfinished_*")]:
-        struck.problems.append(f"left behind: {left}")
+        problems.append(f"left behind: {left}")
     if found := reference.difference(last):
-        struck.problems.append(found)
-    struck.seconds = time.monotonic() - started
-    return struck
+        problems.append(found)
+    return problems
 
 
 def _struck_run(setup: Setup, moment: Moment, assets: Path, directory: Path) -> tuple[Launch, bool]:
@@ -539,15 +522,6 @@ def _struck_run(setup: Setup, moment: Moment, assets: Path, directory: Path) -> 
         shutil.rmtree(directory)
         moment = replace(moment, step=moment.step // 2, delay_s=moment.delay_s / 4)
     raise AssertionError("ten runs ended before they could be killed while they wrote a checkpoint")
-
-
-def _what_was_struck(run: Launch) -> str:
-    left = sorted(path.name.removeprefix("unfinished_") for path in run.out.glob("unfinished_*"))
-    if not left:
-        return f"in step {run.step + 1}"
-    return " and ".join(
-        n.replace("_", " ", 1) if n.startswith(("removed_", "replaced_")) else f"writing {n}" for n in left
-    )
 
 
 def _lost_steps(setup: Setup, run: Launch, done: int) -> str:
@@ -589,13 +563,10 @@ class SignalEnd:
 
     Attributes:
         status: of the launcher.
-        seconds: from the signal to the end of the last process.
         step: the last step that the run has logged.
     """
 
-    case: SignalCase
     status: int
-    seconds: float
     step: int
     checkpoints: list[str]
     output: str
@@ -608,7 +579,6 @@ def end_by_signal(case: SignalCase, reference: Reference, assets: Path, director
     with launched(case.setup, assets, directory) as run:
         run.wait_for_start()
         assert case.moment(reference).wait(run), run.output[-3000:]
-        started = time.monotonic()
         if case.to == "all":
             run.send_all(case.signal)
         elif case.to == "one rank":
@@ -616,8 +586,7 @@ def end_by_signal(case: SignalCase, reference: Reference, assets: Path, director
         else:
             run.send(case.signal)
         status = run.wait()
-        seconds = time.monotonic() - started
-    end = SignalEnd(case, status, seconds, run.step, run.checkpoints, run.output)
+    end = SignalEnd(status, run.step, run.checkpoints, run.output)
     last = finished(case.setup, assets, directory)
     end.resumed_from, end.difference = last.resumed_from, reference.difference(last)
     return end

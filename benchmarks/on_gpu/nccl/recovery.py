@@ -75,7 +75,8 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
 def _trial(stage: Stage, trainee: Trainee, phase: str, expected: list[torch.Tensor]) -> list[dict[str, Any]]:
     """What each rank has seen. A collective."""
     started = time.perf_counter()
-    taken, state = trainee.run(ROWS, {trainee.faulty: shortage(phase, rank=FAILING_RANK, device=stage.device)})
+    faults: Any = {trainee.faulty: shortage(phase, rank=FAILING_RANK, device=stage.device)}
+    taken, state = trainee.run(ROWS, faults)
     differ = [not same_bits([one], [other]) for one, other in zip(state, expected, strict=True)]
     first = next(iter(trainee.events), None)
     happened = "nothing" if first is None else f"{first.ranks} in {first.phase}: {first.error}"
