@@ -16,7 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.apart import CARD_GIB, arguments_of, in_process, median_and_worst, write_and_end
+from benchmarks.apart import (
+    CARD_GIB,
+    arguments_of,
+    batch_sizes,
+    in_process,
+    median_and_worst,
+    planned_bytes,
+    write_and_end,
+)
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 
@@ -190,23 +198,13 @@ def _config(case: Case) -> Any:
 
 def _planned(case: Case) -> dict[str, Any]:
     """Allocated and reserved bytes of each size, and the largest size below each limit."""
-    from torchtune_adaptive.plan.decide import BatchSizes, Device
-    from torchtune_adaptive.plan.gpu import Card, Overhead
     from torchtune_adaptive.plan.trace.tracer import Tracer
 
-    started = time.process_time()
     (step,) = Tracer().step(_config(case), world_size=case.ranks, seq_lens=[case.seq_len]).lengths
-    workspaces = Card.named("A100 80GB").overhead(1).workspaces  # which the simulated GPU has, too
-    overhead = Overhead(workspaces=workspaces, expandable=case.expandable, caches=True)
-    found: dict[str, Any] = {"sizes": {}, "largest": {}}
-    for limit in case.limits_gib or (CARD_GIB,):
-        device = Device(name="", memory_bytes=int(limit * GIB), margin=0, overhead=overhead)
-        found["largest"][str(limit)] = BatchSizes(step, device).largest
-    sizes = BatchSizes(step, Device(name="", memory_bytes=CARD_GIB * GIB, margin=0, overhead=overhead))
-    for rows in case.sizes:
-        memory = sizes.memory(rows)
-        found["sizes"][str(rows)] = [memory.allocated_bytes, memory.reserved_bytes]
-    return found | {"seconds": time.process_time() - started}
+    limits = {str(limit): limit for limit in case.limits_gib or (CARD_GIB,)}
+    largest = {name: batch_sizes(step, gib=limit, expandable=case.expandable).largest for name, limit in limits.items()}
+    sizes = batch_sizes(step, expandable=case.expandable)
+    return {"sizes": planned_bytes(sizes, case.sizes), "largest": largest}
 
 
 def _measured(case: Case, tried: dict[str, list[int]]) -> dict[str, Any]:

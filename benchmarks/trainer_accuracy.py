@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.apart import CARD_GIB, arguments_of, in_process, median_and_worst, write_and_end
+from benchmarks.apart import (
+    CARD_GIB,
+    arguments_of,
+    batch_sizes,
+    in_process,
+    median_and_worst,
+    planned_bytes,
+    write_and_end,
+)
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 
@@ -97,19 +105,9 @@ def _run(case: Case, folder: Path) -> Any:
     )
 
 
-def _planned(case: Case, folder: Path) -> dict[str, Any]:
+def _planned(case: Case, folder: Path) -> dict[str, list[int]]:
     """Allocated and reserved bytes of each size."""
-    from torchtune_adaptive.plan.decide import BatchSizes, Device
-    from torchtune_adaptive.plan.gpu import Card, Overhead
-
-    started = time.process_time()
-    traced = _run(case, folder).trace()
-    workspaces = Card.named("A100 80GB").overhead(1).workspaces  # which the simulated GPU has, too
-    overhead = Overhead(workspaces=workspaces, expandable=False, caches=True)
-    sizes = BatchSizes(traced.step, Device(name="", memory_bytes=CARD_GIB * GIB, margin=0, overhead=overhead))
-    found: dict[str, Any] = {"seconds": time.process_time() - started, "layers": traced.traced_layers}
-    memory = {str(rows): sizes.memory(rows) for rows in case.sizes}
-    return found | {"sizes": {rows: [one.allocated_bytes, one.reserved_bytes] for rows, one in memory.items()}}
+    return planned_bytes(batch_sizes(_run(case, folder).trace().step), case.sizes)
 
 
 def _measured(case: Case, folder: Path, rows: int) -> list[int]:
@@ -172,13 +170,12 @@ class Outcome:
     """What was planned and what was measured for a case."""
 
     name: str
-    planned: dict[str, Any]
+    planned: dict[str, list[int]]
     measured: dict[int, list[int]]
 
     def errors(self, place: int) -> dict[int, float]:
         """By rows, the plan's error of allocated (0) or of reserved (1) bytes."""
-        planned = self.planned["sizes"]
-        return {rows: planned[str(rows)][place] / figures[place] - 1 for rows, figures in self.measured.items()}
+        return {rows: self.planned[str(rows)][place] / figures[place] - 1 for rows, figures in self.measured.items()}
 
 
 def _report(outcomes: Sequence[Outcome], output: Path, *, seconds: float) -> None:

@@ -107,15 +107,15 @@ class Trials:
         steps, _, _ = finished(self._silent, cfg)
         return [step["batch_size"] for step in steps]
 
-    def recovery(self, *, points: int | None, stride: int = 7) -> dict[str, Any]:
+    def recovery(self, *, points: int | None) -> dict[str, Any]:
         """A run with a fault in each step, at varying operations and ranks, and a run with the same micro-batches set.
 
         Args:
-            points: how many faults, spread over all operations; None: every ``stride``-th operation on each rank.
+            points: how many faults, spread over all operations; None: every seventh operation on each rank.
         """
         count, ranks = self._operations(), dist.get_world_size() if dist.is_initialized() else 1
         if points is None:
-            where = list(itertools.product(range(0, count, stride), range(ranks)))
+            where = list(itertools.product(range(0, count, 7), range(ranks)))
         else:
             where = [(place * count // points, place % ranks) for place in range(points)]
         faults = {(step, 0): Fault(place, ranks=[rank]) for step, (place, rank) in enumerate(where)}

@@ -150,16 +150,6 @@ def resuming_config(
     return tiny_config(kind, tiny_dir, output_dir, resume_from_checkpoint=place, **overrides)
 
 
-def stock_resuming_config(
-    kind: str, tiny_dir: Path, output_dir: Path, *, epochs_run: int, **overrides: Any
-) -> DictConfig:
-    """As ``tiny_config``, for a stock recipe that resumes after ``epochs_run`` epochs, with file names set manually."""
-    cfg = tiny_config(kind, tiny_dir, output_dir, resume_from_checkpoint=True, **overrides)
-    if kind.startswith("full"):  # LoRA's adapters are found by torchtune, beside the base that they were trained on
-        cfg.checkpointer.checkpoint_files = [f"epoch_{epochs_run - 1}/model-00001-of-00001.bin"]
-    return cfg
-
-
 def adaptive_recipe(kind: str) -> type:
     """The adaptive recipe class of ``RECIPES``."""
     module, name = RECIPES[kind]
