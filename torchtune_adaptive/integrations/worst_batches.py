@@ -94,8 +94,7 @@ def worst_batches(
     collate = getattr(loader, "collate_fn", None)
     most = max(cutter.num_samples(one.inputs) for one in batches)
     seen = _Seen([], 0, "the data cannot be indexed")
-    is_indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset)
-    if is_indexed and collate is not None:
+    if _is_indexed(data) and collate is not None:
         seen = _seen_elsewhere(_Scan(data, collate, cutter), len(data), shows_progress=shows_progress)
         most = max(most, len(data))
     if not seen.samples:
@@ -104,6 +103,10 @@ def worst_batches(
         log.info("The search has left out samples (%d of %d): %s.", seen.num_failed, len(data), seen.reason)
     samples = [*seen.samples, *(one for batch in batches for one in _samples_of(batch.inputs, cutter))]
     return WorstBatches(samples, batches[0], cutter), min(most, cutter.size)
+
+
+def _is_indexed(data: Any) -> bool:
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset)
 
 
 def _seen_elsewhere(scan: "_Scan", num_samples: int, *, shows_progress: bool) -> _Seen:
