@@ -48,7 +48,6 @@ bench: $(STAMP) $(INTEGRATIONS_STAMP)
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.host_memory
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.recovery_cost
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.checkpoints
-	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.crashes
 
 # For one CUDA device; without one a rehearsal of every part on the CPU.
 gpu: $(STAMP)
@@ -57,7 +56,7 @@ gpu: $(STAMP)
 # Without a GPU, but beside a torch for CUDA, as torchvision needs it.
 plans: $(STAMP) $(SIMULATED_STAMP)
 	PYTHONPATH=.venv-simulated-gpu/torchvision .venv-simulated-gpu/bin/python -m benchmarks.stock_configs
-	.venv/bin/python -m benchmarks.published_points --output benchmarks/results/published_gpu.md
+	.venv/bin/python -m benchmarks.published_points
 
 # Every stock config, on the CPU; those that need a GPU also on a simulated one.
 starts: $(STAMP) $(SIMULATED_STAMP)
@@ -116,7 +115,7 @@ simulated-gpu: $(STAMP) $(SIMULATED_STAMP) $(TORCHTITAN_STAMP)
 		PYTHONPATH="$(CURDIR)/.venv-simulated-gpu/torch_alone" .venv-torchtitan/bin/python -m pytest -W ignore \
 		-m integrations tests/integrations/test_torchtitan_allocation_failures.py
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu \
-		--parts sizes,recovery,thrashing,tokens,strategies
+		--parts sizes,recovery,thrashing,tokens
 	.venv-simulated-gpu/bin/python -m benchmarks.plan_accuracy --output benchmarks/results/plan_accuracy_simulated.md
 	.venv-simulated-gpu/bin/python -m benchmarks.trainer_accuracy \
 		--output benchmarks/results/trainer_accuracy_simulated.md

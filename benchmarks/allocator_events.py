@@ -23,11 +23,12 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from benchmarks.forecast_accuracy import Case, config_of, draw_cases, write_checkpoint
-from benchmarks.live import live_recipe, loop_of, probe_maker
+from benchmarks.live import live_recipe, probe_maker
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from tests.support.allocator import rises_by_events
 from tests.support.ranks import run_on_ranks
+from tests.support.recipe_runs import loop_of
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.plan.replay import exact
 from torchtune_adaptive.plan.trace.tracer import Tracer
@@ -120,20 +121,16 @@ def _report(cases: list[Case], compared: list[dict[str, Comparison]], *, seed: i
         for case, found in zip(cases, compared, strict=True)
         for name, one in found.items()
     ]
-    lines = [
-        "# Plans of a step against the allocator's own events, CPU",
-        "",
+    publish(
+        RESULTS,
+        "Plans of a step against the allocator's own events, CPU",
         provenance(command, ranks="one rank of 1 thread", seconds=seconds),
-        "",
         f"Peaks of whole steps of {' and '.join(map(str, SIZES))} rows, in bytes. No dispatch mode is active, so that"
         " autograd adds up gradients as in training, and memory that a kernel or compiled code takes within itself is"
         " seen. The error is the larger one of both sizes.",
-        "",
-        *(f"- {line}" for line in _summary(compared)),
-        "",
-        *table(["", "case", "run", "planned", "seen", "error"], rows),
-    ]
-    publish(lines, RESULTS)
+        [f"- {line}" for line in _summary(compared)],
+        table(["", "case", "run", "planned", "seen", "error"], rows),
+    )
 
 
 def _list(sizes: Iterable[int]) -> str:

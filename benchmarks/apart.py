@@ -55,6 +55,22 @@ def write_and_end(found: Any, out: Path) -> None:
     os._exit(0)  # threads of a process group can abort an interpreter that shuts down
 
 
+def batch_sizes(step: Any, *, gib: float = CARD_GIB, expandable: bool = False) -> Any:
+    """The ``BatchSizes`` of a traced step on a simulated GPU with so much memory."""
+    from torchtune_adaptive.plan.decide import BatchSizes, Device
+    from torchtune_adaptive.plan.gpu import Card, Overhead
+
+    workspaces = Card.named("A100 80GB").overhead(1).workspaces  # which the simulated GPU has, too
+    overhead = Overhead(workspaces=workspaces, expandable=expandable, caches=True)
+    return BatchSizes(step, Device(name="", memory_bytes=int(gib * 2**30), margin=0, overhead=overhead))
+
+
+def planned_bytes(sizes: Any, rows: Sequence[int]) -> dict[str, list[int]]:
+    """Allocated and reserved bytes of a step of each number of rows, by its ``BatchSizes``."""
+    memory = {str(number): sizes.memory(number) for number in rows}
+    return {number: [one.allocated_bytes, one.reserved_bytes] for number, one in memory.items()}
+
+
 def median_and_worst(errors: Iterable[float]) -> list[str]:
     """Two cells of a table: the median size of the errors, and the largest of them."""
     by_size = sorted(errors, key=abs)

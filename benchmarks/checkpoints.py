@@ -203,28 +203,23 @@ def _report(turns: dict[str, list[tuple[float, float]]], peaks: dict[str, tuple[
         [kind, *(format_bytes(one) for one in (training, loading, left)), f"{loading / training:.2f}"]
         for kind, (training, loading, left) in peaks.items()
     ]
-    lines = [
-        "# What checkpoints of steps cost, CPU",
-        "",
+    publish(
+        RESULTS,
+        "What checkpoints of steps cost, CPU",
         provenance(COMMAND, **run),
-        "",
         f"A checkpoint every {EVERY} steps of full finetuning, 15.7 million parameters in float32 with AdamW: 188 MB,"
         f" of which each rank writes half. {ROUNDS - 1} turns of {STEPS} steps; medians, and [quartiles]. Training"
         " waits between the end of a step and the begin of the next, and at the end of a turn for what is still"
         " written. The last column is the time of a turn over the median of one without checkpoints. Two ranks use"
         " both cores of this machine, so that a thread in the background takes time from training; beside a GPU it"
         " need not.",
-        "",
-        *table(
+        table(
             ["checkpoints", "ms per step", "waits, ms per checkpoint", "share of time waiting", "time / none"], waits
         ),
-        "",
         "Memory of a rank by the exact meter, a shallow tiny model: the highest in training, the highest while a"
         " checkpoint of a step is loaded, and what is there afterwards. On a CPU the files' own buffers count as well.",
-        "",
-        *table(["recipe", "training", "loading", "loaded", "loading / training"], memory),
-    ]
-    publish(lines, RESULTS)
+        table(["recipe", "training", "loading", "loaded", "loading / training"], memory),
+    )
 
 
 if __name__ == "__main__":

@@ -156,29 +156,18 @@ def combinations(questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
         yield {key: value for change in reversed(chosen) if change for key, value in change.values.items()}
 
 
-def document(results: Sequence[Result], *, seconds: float, load: float) -> Iterator[str]:
-    """The lines of the result."""
-    yield from ["# The fastest step that fits", ""]
-    yield provenance("OMP_NUM_THREADS=1 python -m benchmarks.fastest", seconds=seconds, load=load)
-    yield from ["", ABOUT]
+def _report(results: Sequence[Result], output: Path, *, seconds: float, load: float) -> None:
     near = sum(one.of_the_best >= NEAR for one in results)
     gain = median(one.gain for one in results)
-    yield f"Of {len(results)} cases {near} are within {1 - NEAR:.0%} of the best; the median gain is {gain:.2f}."
-    header = [
-        "case",
-        "as it is",
-        "found",
-        "times as it is",
-        "of the best",
-        "set-ups",
-        "s",
-        "all",
-        "s",
-        "each alone",
-        "s",
-        "out of memory",
-    ]
-    yield from ["", *table(header, (one.row() for one in results))]
+    header = ["case", "as it is", "found", "times as it is", "of the best", "set-ups", "s", "all", "s", "each alone"]
+    publish(
+        output,
+        "The fastest step that fits",
+        provenance("OMP_NUM_THREADS=1 python -m benchmarks.fastest", seconds=seconds, load=load),
+        ABOUT,
+        f"Of {len(results)} cases {near} are within {1 - NEAR:.0%} of the best; the median gain is {gain:.2f}.",
+        table([*header, "s", "out of memory"], (one.row() for one in results)),
+    )
 
 
 def main() -> None:
@@ -193,8 +182,8 @@ def main() -> None:
         for name in tqdm(arguments.cases.split(";"), desc="cases"):
             results.append(result_of(name, CASES[name], tiny_dir, Path(folder) / name.replace(" ", "_")))
             print(*results[-1].row(), sep=" | ", file=sys.stderr)
-            lines = document(results, seconds=time.perf_counter() - started, load=load)
-            publish(list(lines), arguments.output)  # after each case, as a run takes half an hour
+            # After each case, as a run takes half an hour.
+            _report(results, arguments.output, seconds=time.perf_counter() - started, load=load)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 from tqdm import tqdm
 
-from benchmarks.live import live_recipe, loop_of, real_steps
+from benchmarks.live import live_recipe, real_steps
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from tests.support.ranks import run_on_ranks
-from tests.support.recipe_runs import tiny_config
+from tests.support.recipe_runs import loop_of, tiny_config
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.replay import StepMemory, exact
@@ -297,20 +297,16 @@ def _report(compared: list[Comparison], *, seed: int, seconds: float) -> None:
     exact = sum(one.largest_error == 0 and one.phase_error_bytes == 0 for one in made)
     sizes = sum(len(one.ranks[0]) for one in made)
     few = sum(len(one.forecast.traced_layers) > 1 for one in made if isinstance(one.forecast, TracedStep))
-    lines = [
-        "# Forecast of a step's memory from fake tensors against real steps, CPU",
-        "",
+    publish(
+        RESULTS,
+        "Forecast of a step's memory from fake tensors against real steps, CPU",
         provenance(command, ranks="gloo ranks of 1 thread", seconds=seconds),
-        "",
         "Each case is drawn at random, and takes whole steps of 1 row, 2 rows and so on. Errors are of the forecast"
         " peak against the metered one of rank 0, over all sizes, and in any phase of these.",
-        "",
         f"{exact} of {len(compared)} forecasts are right to the byte in every phase of every size ({sizes} sizes);"
         f" {few} of them are from models of fewer layers.",
-        "",
-        *table(header, map(_row, compared)),
-    ]
-    publish(lines, RESULTS)
+        table(header, map(_row, compared)),
+    )
 
 
 def _row(one: Comparison) -> list[str]:

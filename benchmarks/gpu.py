@@ -39,7 +39,6 @@ PARTS = {
     "thrashing": 45,
     "tokens": 75,
     "loop": 120,
-    "strategies": 60,
     "kernels": 300,
 }
 _TIMES_WITHOUT_GPU = 4  # as many seconds if there is no GPU, so that a slow machine is no failure

@@ -196,30 +196,17 @@ def _rows(assets: Path, kind: str, ranks: int, name: str) -> list[list[str]]:
 
 
 def _report(rows: list[list[str]], run: dict[str, Any]) -> None:
-    header = [
-        "recipe",
-        "ranks",
-        "checkpoint",
-        "while",
-        "planned",
-        "anonymous",
-        "of files",
-        "before",
-        "measured / planned",
-    ]
-    lines = [
-        "# Host memory of a run, CPU",
-        "",
+    header = ["recipe", "ranks", "checkpoint", "while", "planned", "anonymous", "of files", "before"]
+    publish(
+        RESULTS,
+        "Host memory of a run, CPU",
         provenance(COMMAND, **run),
-        "",
         "*Planned*: tensors on the host, of all ranks. *Anonymous*: the most that each rank has had more than before"
         " set-up, summed over the ranks. *Of files*: the most that one rank had mapped. *Before*: what one rank's"
         " process had, with all its imports. A model of 105 million parameters in float32 (0.39 GiB), AdamW; one row"
         " of 64 tokens.",
-        "",
-        *table(header, rows),
-    ]
-    publish(lines, RESULTS)
+        table([*header, "measured / planned"], rows),
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
 
 FOLDER = Path(__file__).parent
-POINTS, RESULT = FOLDER / "published_hugging_face.json", FOLDER / "results" / "published_hugging_face.md"
+POINTS, RESULTS = FOLDER / "published_hugging_face.json", FOLDER / "results" / "published_hugging_face.md"
 GIB = 2**30
 ABOUT = """\
 *published* and *ours* are GiB. Ours is, for memory *allocated*: tensors and workspaces; *reserved*: what torch's
@@ -84,7 +84,7 @@ def main() -> None:
                 plans[run_of(point)] = _planned(point, content["models"][point.model], Path(directory))
             print(*cells(point, plans[run_of(point)]), sep=" | ", flush=True)
     if not only:
-        publish(document(points, plans), RESULT)
+        _report(points, plans)
 
 
 def run_of(point: Point) -> str:
@@ -103,21 +103,21 @@ def _planned(point: Point, config: dict[str, Any], directory: Path) -> Plan | st
         return str(error)
 
 
-def document(points: Sequence[Point], plans: dict[str, Plan | str]) -> list[str]:
-    """The lines of the result."""
+def _report(points: Sequence[Point], plans: dict[str, Plan | str]) -> None:
     packages = ("torch", "transformers", "peft", "accelerate")
-    command = "python -m benchmarks.hugging_face_points"
-    lines = ["# Plans of Hugging Face models against published peaks", "", provenance(command, packages=packages), ""]
-    lines += [
-        *ABOUT.splitlines(),
-        "",
-        *table(["points", "planned", "median", "lowest", "highest"], _summary(points, plans)),
-    ]
+    parts: list[str | list[str]] = []
     header = ["point", "GPU", "quantity", "published", "ours", "ratio"]
     for group in dict.fromkeys(point.group for point in points):
         rows = [cells(point, plans[run_of(point)]) for point in points if point.group == group]
-        lines += ["", f"## {group}", "", *table(header, rows)]
-    return lines
+        parts += [f"## {group}", table(header, rows)]
+    publish(
+        RESULTS,
+        "Plans of Hugging Face models against published peaks",
+        provenance("python -m benchmarks.hugging_face_points", packages=packages),
+        ABOUT,
+        table(["points", "planned", "median", "lowest", "highest"], _summary(points, plans)),
+        *parts,
+    )
 
 
 def _summary(points: Sequence[Point], plans: dict[str, Plan | str]) -> Iterator[list[str]]:

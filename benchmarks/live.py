@@ -5,29 +5,25 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 from omegaconf import DictConfig
-from torch import nn
 from torchtune import training
 from torchtune.training.activations import checkpoint_wrapper
 
 from tests.support.recipe_runs import adaptive_recipe
 from torchtune_adaptive.engine.loop import Loop
-from torchtune_adaptive.engine.memory.devices import meter_for
-from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.search.probe import Prober
-from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES, SearchResult
+from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.stock import recipe as recipe_module
 from torchtune_adaptive.stock.configs import is_lora
 from torchtune_adaptive.training.batch.loader import StepSamples
 from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.objectives import Loss
-from torchtune_adaptive.training.sizes import SizeFinder, probe_batch
-from torchtune_adaptive.training.train_step import StepResult, TrainStep
+from torchtune_adaptive.training.sizes import probe_batch
+from torchtune_adaptive.training.train_step import StepResult
 
 
 class Watch:
@@ -131,13 +127,6 @@ def train_again(recipe: Any, *, seed: int) -> None:
 # ---- parts of an adaptive recipe
 
 
-def loop_of(recipe: Any, *, is_metered: bool = True) -> Loop:
-    """What a search with the recipe runs: its train step, with an exact meter of its own or with none."""
-    step: TrainStep = recipe.parts.step
-    meter = meter_for(step.device, nn.ModuleList(step.models), step.policy.optimizers) if is_metered else None
-    return replace(step, phases=Phases(step.models, meter), meter=meter).loop(recipe.consensus)
-
-
 def probe_maker(recipe: Any) -> Callable[[int], list[MicroBatch]]:
     """A function that makes a probe's micro-batches of n rows of the greatest length in training. A collective."""
     parts = recipe.parts
@@ -161,31 +150,11 @@ def real_steps(recipe: Any, loop: Loop, *, limit_bytes: int | None) -> Iterator[
         yield prober
 
 
-def search_again(recipe: Any, loop: Loop, *, wanted_rows: int, **settings: Any) -> SearchResult:
-    """What the recipe's search finds with other ``settings``. Restores all state. A collective."""
-    parts = recipe.parts
-    finder = SizeFinder(
-        loop,
-        recipe.trainer.loader,
-        parts.row_format,
-        replace(recipe.settings, use_maximum_batch_size=True, **settings),
-        models=parts.step.models,
-        wanted_rows=wanted_rows,
-        tokenizer_max_seq_len=parts.tokenizer_max_seq_len,
-    )
-    result = finder.find().result
-    assert result is not None
-    return result
-
-
-def timed_step(recipe: Any, samples: StepSamples, *, measured: bool = False) -> tuple[float, StepResult]:
-    """Take an unmetered optimizer step over ``samples``: its seconds until all ranks are done, and its result.
-
-    A collective. A ``measured`` step also takes the gradient norms of a small batch.
-    """
+def timed_step(recipe: Any, samples: StepSamples) -> tuple[float, StepResult]:
+    """Take an optimizer step over ``samples``: its seconds until all ranks are done, and its result. A collective."""
     dist.barrier()
     started = time.perf_counter()
-    sums = recipe.trainer.recoverable(replace(samples, measured=measured))
+    sums = recipe.trainer.recoverable(samples)
     result = StepResult.read(recipe.parts.step.finish(sums), sums)
     dist.barrier()
     return time.perf_counter() - started, result

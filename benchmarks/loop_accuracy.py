@@ -312,23 +312,16 @@ def _report(compared: list[Comparison], options: argparse.Namespace, *, seconds:
     exact = sum(one.largest_error_bytes == 0 for one in compared)
     in_phases = sum(one.phase_error_bytes == 0 for one in compared)
     header = ["", "loop", "ranks", "samples: peak, bytes", "largest error, bytes", "in a phase", "trace, s", "differs"]
-    lines = [
-        "# Traced memory of users' loops against real steps, CPU",
-        "",
-        provenance(
-            command,
-            ranks="gloo ranks of 1 thread",
-            seconds=seconds,
-            packages=("torch", "transformers", "peft"),
-        ),
-        "",
+    packages = ("torch", "transformers", "peft")
+    publish(
+        options.output,
+        "Traced memory of users' loops against real steps, CPU",
+        provenance(command, ranks="gloo ranks of 1 thread", seconds=seconds, packages=packages),
         f"{exact} of {len(compared)} loops have the traced peak to the byte, at each of"
         f" {', '.join(map(str, MEASURED_SAMPLES))} samples; {in_phases} in each phase as well. The trace ran at"
         " 1, 2 and 3 samples. Measured is rank 0.",
-        "",
-        *table(header, map(_row, compared)),
-    ]
-    publish(lines, options.output)
+        table(header, map(_row, compared)),
+    )
 
 
 def _row(one: Comparison) -> list[str]:

@@ -16,7 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.apart import CARD_GIB, arguments_of, in_process, median_and_worst, write_and_end
+from benchmarks.apart import (
+    CARD_GIB,
+    arguments_of,
+    batch_sizes,
+    in_process,
+    median_and_worst,
+    planned_bytes,
+    write_and_end,
+)
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 
@@ -190,23 +198,13 @@ def _config(case: Case) -> Any:
 
 def _planned(case: Case) -> dict[str, Any]:
     """Allocated and reserved bytes of each size, and the largest size below each limit."""
-    from torchtune_adaptive.plan.decide import BatchSizes, Device
-    from torchtune_adaptive.plan.gpu import Card, Overhead
     from torchtune_adaptive.plan.trace.tracer import Tracer
 
-    started = time.process_time()
     (step,) = Tracer().step(_config(case), world_size=case.ranks, seq_lens=[case.seq_len]).lengths
-    workspaces = Card.named("A100 80GB").overhead(1).workspaces  # which the simulated GPU has, too
-    overhead = Overhead(workspaces=workspaces, expandable=case.expandable, caches=True)
-    found: dict[str, Any] = {"sizes": {}, "largest": {}}
-    for limit in case.limits_gib or (CARD_GIB,):
-        device = Device(name="", memory_bytes=int(limit * GIB), margin=0, overhead=overhead)
-        found["largest"][str(limit)] = BatchSizes(step, device).largest
-    sizes = BatchSizes(step, Device(name="", memory_bytes=CARD_GIB * GIB, margin=0, overhead=overhead))
-    for rows in case.sizes:
-        memory = sizes.memory(rows)
-        found["sizes"][str(rows)] = [memory.allocated_bytes, memory.reserved_bytes]
-    return found | {"seconds": time.process_time() - started}
+    limits = {str(limit): limit for limit in case.limits_gib or (CARD_GIB,)}
+    largest = {name: batch_sizes(step, gib=limit, expandable=case.expandable).largest for name, limit in limits.items()}
+    sizes = batch_sizes(step, expandable=case.expandable)
+    return {"sizes": planned_bytes(sizes, case.sizes), "largest": largest}
 
 
 def _measured(case: Case, tried: dict[str, list[int]]) -> dict[str, Any]:
@@ -214,9 +212,10 @@ def _measured(case: Case, tried: dict[str, list[int]]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from benchmarks.live import loop_of, probe_maker, real_steps
+    from benchmarks.live import probe_maker, real_steps
     from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
     from benchmarks.on_gpu.stage import stage_for
+    from tests.support.recipe_runs import loop_of
     from torchtune_adaptive.engine.distributed.snapshot import UnchangedParameters
     from torchtune_adaptive.engine.memory.out_of_memory import free_memory, is_out_of_memory
 
@@ -331,32 +330,16 @@ def outcome(name: str, case: Case, folder: Path) -> Outcome:
     return Outcome(name, case, planned, _in_process(case, name, "measured", folder, content=tried))
 
 
-def document(
-    outcomes: Sequence[Outcome], h200: Sequence[dict[str, Any]], seconds: float, failed: Sequence[str] = ()
-) -> Iterator[str]:
-    """The lines of the result."""
-    yield from ["# Plans against what torch's allocator reserves", ""]
-    yield provenance(COMMAND, seconds=seconds, device=f"a simulated GPU of {CARD_GIB} GiB")
-    yield from ["", ABOUT]
-    if failed:
-        yield from [f"Not measured, as a process failed: {', '.join(failed)}.", ""]
-    yield from ["## Errors", ""]
+def _report(
+    outcomes: Sequence[Outcome], h200: Sequence[dict[str, Any]], output: Path, *, seconds: float, failed: Sequence[str]
+) -> None:
     groups = dict.fromkeys(one.case.group for one in outcomes)
     rows = [_summary(group, [one for one in outcomes if one.case.group == group]) for group in groups]
-    header = ["group", "steps", "allocated: median", "worst", "reserved: median", "worst"]
-    yield from table(header, [*rows, _summary("all", outcomes)])
     limits = [(one.name, *limit) for one in outcomes for limit in one.limits()]
     exact = sum(planned == found for _, _, planned, found in limits)
     near = sum(abs(planned - found) == 1 for _, _, planned, found in limits)
     above = sum(planned > found for _, _, planned, found in limits)
-    yield from ["", "## Largest sizes", ""]
-    yield f"Of {len(limits)} limits {exact} have the planned size, {near} differ by one row, and {above} were too high."
     cells = [[name, limit, str(planned), str(found)] for name, limit, planned, found in limits]
-    yield from ["", *table(["case", "limit, GiB", "planned", "found"], cells)]
-    yield from ["", "## An H200", "", "What a search found there, in `gpu_nvidia_h200.json`, with the margin free.", ""]
-    header = ["config", "limit, GiB", "planned", "found", "reserved", "plan"]
-    yield from table(header, [_cells_of_h200(one) for one in h200])
-    yield from ["", "## Steps", ""]
     steps = [
         [
             one.name,
@@ -368,7 +351,26 @@ def document(
         for one in outcomes
         for (size, reserved), (_, allocated) in zip(one.errors(1), one.errors(0), strict=True)
     ]
-    yield from table(["case", "rows", "reserved", "plan", "allocated"], steps)
+    publish(
+        output,
+        "Plans against what torch's allocator reserves",
+        provenance(COMMAND, seconds=seconds, device=f"a simulated GPU of {CARD_GIB} GiB"),
+        ABOUT,
+        *([f"Not measured, as a process failed: {', '.join(failed)}."] if failed else []),
+        "## Errors",
+        table(
+            ["group", "steps", "allocated: median", "worst", "reserved: median", "worst"],
+            [*rows, _summary("all", outcomes)],
+        ),
+        "## Largest sizes",
+        f"Of {len(limits)} limits {exact} have the planned size, {near} differ by one row, and {above} were too high.",
+        table(["case", "limit, GiB", "planned", "found"], cells),
+        "## An H200",
+        "What a search found there, in `gpu_nvidia_h200.json`, with the margin free.",
+        table(["config", "limit, GiB", "planned", "found", "reserved", "plan"], map(_cells_of_h200, h200)),
+        "## Steps",
+        table(["case", "rows", "reserved", "plan", "allocated"], steps),
+    )
 
 
 def _cells_of_h200(one: dict[str, Any]) -> list[str]:
@@ -406,11 +408,8 @@ def main() -> None:
             errors = " ".join(f"{rows}: {error:+.2%}" for rows, error in last.errors(1))
             print(f"{name} ({time.perf_counter() - before:.0f} s): {errors} {list(last.limits())}", file=sys.stderr)
         h200: Any = _in_process(CASES["1B full"], "1B full", "h200", Path(folder))
-    lines = list(document(outcomes, h200, time.perf_counter() - started, failed))
-    if arguments.output:
-        publish(lines, arguments.output)
-    else:
-        print("\n".join(lines))
+    if arguments.output is not None:
+        _report(outcomes, h200, arguments.output, seconds=time.perf_counter() - started, failed=failed)
 
 
 if __name__ == "__main__":

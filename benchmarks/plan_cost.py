@@ -69,7 +69,7 @@ def main() -> None:
         cases += [(f"--hf {name}", ["--hf", _folder(Path(models), name)], 8, "2048") for name in MODELS]
         for name, options, ranks, lengths in tqdm(cases, desc="planning"):
             python = sys.executable if "--config" in options else str(WITH_TRANSFORMERS)
-            command = [python, "-c", "from torchtune_adaptive.cli import main; main()", "plan", *options, "--json"]
+            command = [python, "-m", "torchtune_adaptive.cli", "plan", *options, "--json"]
             command += ["--nproc_per_node", str(ranks), "--memory", "80GiB", "--seq-len", lengths]
             with tempfile.TemporaryDirectory() as cache:
                 cold, again = (_run(command, cache) for _ in range(2))
@@ -115,19 +115,16 @@ def _run(command: list[str], cache: str) -> Run:
 def _report(rows: list[list[str]], load: float, seconds: float) -> None:
     header = ["config", "ranks", "tokens per row", "layers traced", "CPU, s", "wall, s", "again, wall, s"]
     header += ["resident GiB", "largest batch at 80 GiB"]
-    lines = [
-        "# What a plan costs",
-        "",
+    publish(
+        RESULTS,
+        "What a plan costs",
         provenance("OMP_NUM_THREADS=1 python -m benchmarks.plan_cost", load=load, seconds=seconds),
-        "",
         "Seconds of the whole program, imports included, with an empty cache: of CPU time, and by the clock, which"
         " other load on the machine lengthens. *Again*: the same command once more, which finds the traced steps of a"
         " config in its cache. Models of `--hf` train by the defaults of TRL's SFTTrainer: weights in float32, a copy"
         " on each rank. The largest batch is with what a GPU adds by the defaults, for each length of rows.",
-        "",
-        *table(header, rows),
-    ]
-    publish(lines, RESULTS)
+        table(header, rows),
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Do plans agree with the peaks of GPU memory that others published?
 
-    python -m benchmarks.published_points --output benchmarks/results/published_gpu.md
+    python -m benchmarks.published_points
 
 Plans every point of ``published_gpu.json``, whose figures come from the sources that it names. Compares plans with
-published figures by group, separately for points whose config is known in full. No GPU is used.
+published figures by group, separately for points whose config is known in full, and writes
+``results/published_gpu.md``. No GPU is used.
 """
 
-import argparse
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.stock.configs import load_config
 
-POINTS = Path(__file__).parent / "published_gpu.json"
-COMMAND = "python -m benchmarks.published_points"
+FOLDER = Path(__file__).parent
+POINTS, RESULTS = FOLDER / "published_gpu.json", FOLDER / "results" / "published_gpu.md"
 GIB = 2**30
 MEMORY_BYTES = 80 * GIB  # of the card; no peak depends on it
 _CARDS = {"A100": "A100 80GB"}  # by what the source says
@@ -93,15 +93,8 @@ class Compared:
 
 
 def main() -> None:
-    """Plan all points, and print the tables."""
-    parser = argparse.ArgumentParser(description="Compare plans with published peaks of GPU memory.")
-    parser.add_argument("--output", type=Path, help="write the document there too")
-    output = parser.parse_args().output
-    lines = document([compare(point) for point in tqdm(read_points(), unit=" points")])
-    if output is None:
-        print("\n".join(lines))
-    else:
-        publish(lines, output)
+    """Plan all points, and write the tables."""
+    _report([compare(point) for point in tqdm(read_points(), unit=" points")])
 
 
 def read_points() -> list[Point]:
@@ -148,29 +141,28 @@ def planned_bytes(planned: Plan, quantity: str) -> float:
     }[quantity]
 
 
-def document(compared: Sequence[Compared]) -> list[str]:
-    """The lines of the result."""
+def _report(compared: Sequence[Compared]) -> None:
     planned = [one for one in compared if one.planned_bytes is not None]
     refused = [one for one in compared if one.planned_bytes is None]
-    lines = ["# Plans against published peaks of GPU memory", "", provenance(COMMAND), "", *ABOUT.splitlines(), ""]
-    lines += [
-        "## Errors",
-        "",
-        "Errors of the plan against the published figure: the worst, and the median of their sizes.",
-        "",
-    ]
-    lines += table(["group", "well specified", "median", "worst", "others", "median", "worst"], _summary(planned))
+    header = ["point", "GPU", "quantity", "published", "ours", "ratio"]
+    parts: list[str | list[str]] = []
     for group, members in _by_group(planned):
-        lines += ["", f"## {group[0].upper()}{group[1:]}", ""]
+        parts.append(f"## {group[0].upper()}{group[1:]}")
         for title, is_wanted in (("Well specified:", True), ("Others:", False)):
             rows = [_cells(one) for one in members if one.point.well_specified is is_wanted]
-            if rows:
-                header = ["point", "GPU", "quantity", "published", "ours", "ratio"]
-                lines += [title, "", *table(header, rows), ""]
-        lines.pop()
+            parts += [title, table(header, rows)] if rows else []
     if refused:
-        lines += ["", "## Not planned", "", *(f"- {one.point.name}: {one.reason}" for one in refused)]
-    return lines
+        parts += ["## Not planned", [f"- {one.point.name}: {one.reason}" for one in refused]]
+    publish(
+        RESULTS,
+        "Plans against published peaks of GPU memory",
+        provenance("python -m benchmarks.published_points"),
+        ABOUT,
+        "## Errors",
+        "Errors of the plan against the published figure: the worst, and the median of their sizes.",
+        table(["group", "well specified", "median", "worst", "others", "median", "worst"], _summary(planned)),
+        *parts,
+    )
 
 
 def _by_group(compared: Iterable[Compared]) -> Iterator[tuple[str, list[Compared]]]:

@@ -193,11 +193,10 @@ def _rows(case: Case, times: Times) -> list[list[str]]:
 def _report(measured: list[tuple[Case, Times]], run: dict[str, Any]) -> None:
     header = ["step", "rounds", "clock", f"{PLAIN}, ms"]
     header += [*(f"{one} / {other}" for one, other in RATIOS), f"{OURS} - {PLAIN}, ms per step"]
-    lines = [
-        "# What recovery costs a plain loop, CPU",
-        "",
+    publish(
+        RESULTS,
+        "What recovery costs a plain loop, CPU",
         provenance(COMMAND, **run),
-        "",
         "AdamW, clipping. Under FSDP2 each layer is sharded, and the root. 'Reduced once': both loops reduce gradients"
         " in the last micro-step only, as they also do with DDP (DistributedDataParallel). All loops live in the same"
         " processes and take turns in every round; their parameters at the end are equal, bit for bit. Ratios of"
@@ -206,10 +205,8 @@ def _report(measured: list[tuple[Case, Times]], run: dict[str, Any]) -> None:
         f" for the other rank and which other load disturbs less. '{EXCHANGE}' is a plain loop in which the ranks"
         " exchange one number after each backward pass: on a machine with no more cores than ranks gloo's threads wait"
         f" for each other. '{PLAIN_AGAIN}' is a second plain loop: how far equal loops seem to differ.",
-        "",
-        *table(header, [row for case, times in measured for row in _rows(case, times)]),
-    ]
-    publish(lines, RESULTS)
+        table(header, [row for case, times in measured for row in _rows(case, times)]),
+    )
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.live import live_recipe, loop_of, real_steps
+from benchmarks.live import live_recipe, real_steps
 from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
-from tests.support.recipe_runs import tiny_config
+from tests.support.recipe_runs import loop_of, tiny_config
 from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.settings import STRATEGIES
 from torchtune_adaptive.tiny import make_tiny_assets
@@ -126,19 +126,15 @@ def _report(rows: list[list[str]], wrong: int, run: dict[str, Any]) -> None:
     header = ["case", "limit", "exhaustive"]
     for strategy in STRATEGIES:
         header += [strategy, "probes", "OOMs"]
-    lines = [
-        "# Largest batch size by each strategy against exhaustive search, CPU",
-        "",
+    publish(
+        RESULTS,
+        "Largest batch size by each strategy against exhaustive search, CPU",
         provenance(COMMAND, **run),
-        "",
         "Margin 0.05, no rounding. Probes are whole train steps; each search also takes one step of two rows before its"
         " first probe.",
-        "",
         f"{len(rows) * len(STRATEGIES) - wrong} of {len(rows) * len(STRATEGIES)} searches exact.",
-        "",
-        *table(header, rows),
-    ]
-    publish(lines, RESULTS)
+        table(header, rows),
+    )
 
 
 if __name__ == "__main__":

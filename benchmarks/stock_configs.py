@@ -22,7 +22,7 @@ from torchtune._recipe_registry import get_all_recipes
 from tqdm import tqdm
 
 from benchmarks.provenance import provenance
-from benchmarks.tables import table
+from benchmarks.tables import publish, table
 from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.plan.decide import BatchSizes, Device
 from torchtune_adaptive.plan.gpu import Overhead
@@ -33,7 +33,7 @@ from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import is_lora, load_config
 from torchtune_adaptive.stock.installed import stock_config_path
 
-DOCUMENT = Path(__file__).parent / "results" / "stock_configs.md"
+RESULTS = Path(__file__).parent / "results" / "stock_configs.md"
 _TRAINS = re.compile("(?!dev/).*(finetune|dpo|qat|distillation)")
 DEVICES_GIB = (24, 40, 80, 141)
 ROW_TOKENS = 2048  # where the config's tokenizer has none
@@ -108,8 +108,7 @@ def main() -> None:
     context.set_forkserver_preload([__name__])
     with context.Pool(jobs, maxtasksperchild=1) as pool:
         planned = list(tqdm(pool.imap(plan, configs), total=len(configs), unit=" configs"))
-    DOCUMENT.write_text(document(planned, jobs=jobs))
-    print(f"{_counted(planned)}\nWritten to {DOCUMENT}")
+    _report(planned, jobs=jobs)
     raise SystemExit(any(one.failed for one in planned))
 
 
@@ -154,30 +153,28 @@ def plan(config: StockConfig) -> Planned:
     return Planned(config, step, seconds=took.ru_utime + took.ru_stime, resident_mib=took.ru_maxrss / 2**10)
 
 
-def document(planned: Sequence[Planned], *, jobs: int) -> str:
-    """The text of ``results/stock_configs.md``."""
+def _report(planned: Sequence[Planned], *, jobs: int) -> None:
     margin = AdaptiveSettings().margin
-    lines = [
-        "# The stock configs' batch sizes, planned without a GPU",
-        "",
-        provenance("python -m benchmarks.stock_configs"),
-        "",
-        _counted(planned),
-        "",
-        ABOUT.format(row_tokens=ROW_TOKENS, device=DEVICES_GIB[0], margin=margin, jobs=jobs).rstrip(),
-    ]
+    parts: list[str | list[str]] = []
     for recipe in dict.fromkeys(one.config.recipe for one in planned if one.step):
         header = ["config", "method", "ranks", "parameters", "tokens", "1 row", "own batch", "paged"]
         header += [*(f"{device} GiB" for device in DEVICES_GIB), "s", "MiB"]
         rows = [_cells(one, one.step, margin) for one in planned if one.config.recipe == recipe and one.step]
-        lines += ["", f"## {recipe}", "", *table(header, rows)]
+        parts += [f"## {recipe}", table(header, rows)]
     for title, reasons in (
         ("Refused", {one.config.name: one.refused for one in planned if one.refused}),
         ("Failed", {one.config.name: one.failed for one in planned if one.failed}),
     ):
         if reasons:
-            lines += ["", f"## {title}", "", *(f"- {name}: {reason}" for name, reason in reasons.items())]
-    return "\n".join(lines) + "\n"
+            parts += [f"## {title}", [f"- {name}: {reason}" for name, reason in reasons.items()]]
+    publish(
+        RESULTS,
+        "The stock configs' batch sizes, planned without a GPU",
+        provenance("python -m benchmarks.stock_configs"),
+        _counted(planned),
+        ABOUT.format(row_tokens=ROW_TOKENS, device=DEVICES_GIB[0], margin=margin, jobs=jobs),
+        *parts,
+    )
 
 
 def _counted(planned: Sequence[Planned]) -> str:

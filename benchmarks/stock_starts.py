@@ -83,7 +83,7 @@ def main() -> None:
         images.make_assets(assets / "images")
         configs = [(recipe, name) for recipe, name in stock_configs() if needs_gpu(load_config(name)) or not _ON_GPU]
         starts = [start(recipe, name, assets) for recipe, name in tqdm(configs, unit=" configs")]
-    publish(document(starts, seconds=time.perf_counter() - started), RESULTS)
+    _report(starts, seconds=time.perf_counter() - started)
     raise SystemExit(any(one.outcome == FAILED for one in starts))
 
 
@@ -260,37 +260,24 @@ def _tiny_data(cfg: DictConfig, assets: Path) -> dict[str, Any]:
     }
 
 
-def document(starts: Sequence[Start], *, seconds: float) -> list[str]:
-    """The lines of the result."""
+def _report(starts: Sequence[Start], *, seconds: float) -> None:
     counted = Counter(one.outcome for one in starts)
     totals = ", ".join(f"{counted[outcome]} {outcome}" for outcome in OUTCOMES)
     rows = [
         (recipe, *(str(sum(one.recipe == recipe and one.outcome == outcome for one in starts)) for outcome in OUTCOMES))
         for recipe in dict.fromkeys(one.recipe for one in starts)
     ]
-    others = [one for one in starts if one.outcome != STARTED]
-    return [
-        "# Stock configs through our recipes, on a tiny model",
-        "",
-        provenance(
-            COMMAND,
-            ranks="1 or 2 ranks of 1 thread",
-            seconds=seconds,
-            device=_MACHINE,
-        ),
-        "",
+    others = [(one.name, one.outcome, one.detail) for one in starts if one.outcome != STARTED]
+    publish(
+        RESULTS,
+        "Stock configs through our recipes, on a tiny model",
+        provenance(COMMAND, ranks="1 or 2 ranks of 1 thread", seconds=seconds, device=_MACHINE),
         "Model, checkpoint, tokenizer and data are replaced by tiny ones, and quantizers have groups of"
         f" {GROUP_SIZE}; everything else is as it is. A search of up to 4 rows, then {STEPS} steps and a checkpoint.",
-        "",
         f"{len(starts)} configs{' that need a GPU' if _ON_GPU else ''}: {totals}.",
-        "",
-        *table(["recipe", *OUTCOMES], rows),
-        *(
-            ["", *table(["config", "outcome", "why"], [(one.name, one.outcome, one.detail) for one in others])]
-            if others
-            else []
-        ),
-    ]
+        table(["recipe", *OUTCOMES], rows),
+        *([table(["config", "outcome", "why"], others)] if others else []),
+    )
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ def middle(values: Sequence[float], *, digits: int = 2) -> str:
     return f"{median(ordered):.{digits}f} ({low:.{digits}f}, {high:.{digits}f})"
 
 
-def publish(lines: Sequence[str], path: Path) -> None:
-    """Print a document and write it to ``path``."""
+def publish(path: Path, title: str, *parts: str | Iterable[str]) -> None:
+    """Print a document and write it to ``path``. Its ``parts`` are texts, or the lines of tables and lists."""
+    text = "\n\n".join([f"# {title}", *(part.strip() if isinstance(part, str) else "\n".join(part) for part in parts)])
     path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines), f"\nWritten to {path}", sep="\n")
+    path.write_text(f"{text}\n")
+    print(f"{text}\n\nWritten to {path}")

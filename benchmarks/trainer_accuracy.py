@@ -13,13 +13,21 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.apart import CARD_GIB, arguments_of, in_process, median_and_worst, write_and_end
+from benchmarks.apart import (
+    CARD_GIB,
+    arguments_of,
+    batch_sizes,
+    in_process,
+    median_and_worst,
+    planned_bytes,
+    write_and_end,
+)
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 
@@ -104,19 +112,9 @@ def _run(case: Case, folder: Path) -> Any:
     )
 
 
-def _planned(case: Case, folder: Path) -> dict[str, Any]:
+def _planned(case: Case, folder: Path) -> dict[str, list[int]]:
     """Allocated and reserved bytes of each size."""
-    from torchtune_adaptive.plan.decide import BatchSizes, Device
-    from torchtune_adaptive.plan.gpu import Card, Overhead
-
-    started = time.process_time()
-    traced = _run(case, folder).trace()
-    workspaces = Card.named("A100 80GB").overhead(1).workspaces  # which the simulated GPU has, too
-    overhead = Overhead(workspaces=workspaces, expandable=False, caches=True)
-    sizes = BatchSizes(traced.step, Device(name="", memory_bytes=CARD_GIB * GIB, margin=0, overhead=overhead))
-    found: dict[str, Any] = {"seconds": time.process_time() - started, "layers": traced.traced_layers}
-    memory = {str(rows): sizes.memory(rows) for rows in case.sizes}
-    return found | {"sizes": {rows: [one.allocated_bytes, one.reserved_bytes] for rows, one in memory.items()}}
+    return planned_bytes(batch_sizes(_run(case, folder).trace().step), case.sizes)
 
 
 def _measured(case: Case, folder: Path, rows: int) -> list[int]:
@@ -210,32 +208,33 @@ class Outcome:
     """What was planned and what was measured for a case."""
 
     name: str
-    planned: dict[str, Any]
+    planned: dict[str, list[int]]
     measured: dict[int, list[int]]
 
     def errors(self, place: int) -> dict[int, float]:
         """By rows, the plan's error of allocated (0) or of reserved (1) bytes."""
-        planned = self.planned["sizes"]
-        return {rows: planned[str(rows)][place] / figures[place] - 1 for rows, figures in self.measured.items()}
+        return {rows: self.planned[str(rows)][place] / figures[place] - 1 for rows, figures in self.measured.items()}
 
 
-def document(outcomes: Sequence[Outcome], seconds: float) -> Iterator[str]:
-    """The lines of the result."""
-    yield from ["# Plans of trainers against what torch's allocator reserves", ""]
+def _report(outcomes: Sequence[Outcome], output: Path, *, seconds: float) -> None:
     packages = ("torch", "transformers", "trl", "peft", "accelerate")
-    yield provenance(COMMAND, seconds=seconds, device=f"a simulated GPU of {CARD_GIB} GiB", packages=packages)
-    yield from ["", ABOUT]
     cells: list[list[str]] = []
     for place, name in enumerate(("allocated", "reserved")):
         errors = [error for one in outcomes for error in one.errors(place).values()]
         cells.append([name, str(len(errors)), *median_and_worst(errors)])
-    yield from [*table(["bytes", "steps", "median", "worst"], cells), ""]
     rows = [
         [one.name, str(size), f"{one.measured[size][1] / GIB:.2f}", f"{reserved:+.2%}", f"{one.errors(0)[size]:+.2%}"]
         for one in outcomes
         for size, reserved in one.errors(1).items()
     ]
-    yield from table(["case", "rows", "reserved", "plan", "allocated"], rows)
+    publish(
+        output,
+        "Plans of trainers against what torch's allocator reserves",
+        provenance(COMMAND, seconds=seconds, device=f"a simulated GPU of {CARD_GIB} GiB", packages=packages),
+        ABOUT,
+        table(["bytes", "steps", "median", "worst"], cells),
+        table(["case", "rows", "reserved", "plan", "allocated"], rows),
+    )
 
 
 def main() -> None:
@@ -260,7 +259,7 @@ def main() -> None:
                 errors = " ".join(f"{rows}: {error:+.2%}" for rows, error in outcomes[-1].errors(place).items())
                 print(f"{name}, {('allocated', 'reserved')[place]}: {errors}", file=sys.stderr)
     if arguments.output is not None:
-        publish(list(document(outcomes, time.perf_counter() - started)), arguments.output)
+        _report(outcomes, arguments.output, seconds=time.perf_counter() - started)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any, get_args
 from unittest import mock
 
 from torchtune_adaptive import schedule
-from torchtune_adaptive.cli.main import _parser
+from torchtune_adaptive.cli.commands import _parser
 from torchtune_adaptive.cli.plan_hugging_face import parser_of_models
 from torchtune_adaptive.settings import CONFIG_KEYS, AdaptiveSettings
 

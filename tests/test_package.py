@@ -22,13 +22,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import torchtune_adaptive
+from tests.support.checkout import REPOSITORY
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # pytest brings it  # pyright: ignore[reportMissingImports]
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 FACTS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 PROJECT: dict[str, Any] = FACTS["project"]
 CHECKS = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "checks.yml").read_text())

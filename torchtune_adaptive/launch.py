@@ -65,8 +65,8 @@ def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:
             raise InputError(f"Code of the run raised {reason_of(end)}.") from end
 
     recipe_main.__doc__ = sys.modules["__main__"].__doc__  # shown by --help
-    if recipe_class.on_several_ranks:
-        _run_alone_without_torchrun()
+    if recipe_class.on_several_ranks and "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     end_as_asked()
     nodes = watch_nodes(_say_once)
     try:
@@ -109,45 +109,34 @@ def run_recipe(recipe_class: "type[AdaptiveRecipe]", cfg: "DictConfig") -> None:
         InputError: a value is invalid.
         RunEnded: training is already complete, a signal has ended the run, or the config asks only for the search.
     """
-    from torchtune_adaptive.settings import named_by_path
-
-    with named_by_path():
-        _set_up_and_train(recipe_class, cfg)
-
-
-def _set_up_and_train(recipe_class: "type[AdaptiveRecipe]", cfg: "DictConfig") -> None:
     from omegaconf import OmegaConf
     from torchtune import config, training, utils
 
+    from torchtune_adaptive.settings import named_by_path
     from torchtune_adaptive.stock.checks import check_device
     from torchtune_adaptive.stock.load import start_process_group
 
-    check_device(cfg)
-    if cfg.get("device") is None:
-        OmegaConf.update(cfg, "device", utils.get_device().type)  # as a recipe for one device does
-    if recipe_class.on_several_ranks:
-        device_type = str(cfg.device).partition(":")[0]
-        on_cpu = device_type == "cpu"
-        backend = "gloo" if on_cpu else training.get_distributed_backend(device_type, offload_ops_to_cpu=True)
-        start_process_group(backend)
-    if cfg.get("fsdp_cpu_offload", False):
-        training.set_torch_num_threads()  # the optimizer then runs on all cores of the CPU
-    recipe = recipe_class(cfg=cfg)
-    try:
-        recipe.setup(cfg=cfg)
-        config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
-        with recipe.listening():
-            recipe.train()
-    except RunEnded:
+    with named_by_path():
+        check_device(cfg)
+        if cfg.get("device") is None:
+            OmegaConf.update(cfg, "device", utils.get_device().type)  # as a recipe for one device does
+        if recipe_class.on_several_ranks:
+            device_type = str(cfg.device).partition(":")[0]
+            on_cpu = device_type == "cpu"
+            backend = "gloo" if on_cpu else training.get_distributed_backend(device_type, offload_ops_to_cpu=True)
+            start_process_group(backend)
+        if cfg.get("fsdp_cpu_offload", False):
+            training.set_torch_num_threads()  # the optimizer then runs on all cores of the CPU
+        recipe = recipe_class(cfg=cfg)
+        try:
+            recipe.setup(cfg=cfg)
+            config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
+            with recipe.listening():
+                recipe.train()
+        except RunEnded:
+            recipe.cleanup()
+            raise
         recipe.cleanup()
-        raise
-    recipe.cleanup()
-
-
-def _run_alone_without_torchrun() -> None:
-    """Without a launcher, make this process the only rank."""
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
 
 
 def _ranks() -> int:
@@ -156,23 +145,22 @@ def _ranks() -> int:
 
 
 def _prepare() -> None:
-    """Tolerate lost output, and end the program with one sentence if it cannot run in its environment."""
+    """Tolerate lost output, and end the program with one sentence if it cannot run in its environment.
+
+    That is without a working directory, or with numbers of ranks and nodes that no launcher sets.
+    """
     tolerate_lost_output()
     try:
-        _check_environment()
+        require_working_directory()  # without one, torch cannot be imported
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):
+            value = os.environ.get(name, "0")
+            if not value.isdecimal():
+                raise InputError(f"`{name}` must be a number in the environment, but is {quote(value)} instead.")
+        if (rank := int(os.environ.get("RANK", 0))) >= _ranks():
+            bound = f"below `WORLD_SIZE` ({_ranks()})"
+            raise InputError(f"`RANK` must be {bound} in the environment, but is {rank} instead.")
     except InputError as error:
         _refuse(error)
-
-
-def _check_environment() -> None:
-    """Refuse a working directory that is gone, and numbers of ranks and nodes that no launcher sets."""
-    require_working_directory()  # without one, torch cannot be imported
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):
-        value = os.environ.get(name, "0")
-        if not value.isdecimal():
-            raise InputError(f"`{name}` must be a number in the environment, but is {quote(value)} instead.")
-    if (rank := int(os.environ.get("RANK", 0))) >= _ranks():
-        raise InputError(f"`RANK` must be below `WORLD_SIZE` ({_ranks()}) in the environment, but is {rank} instead.")
 
 
 def _refuse(error: InputError) -> NoReturn:
@@ -187,34 +175,26 @@ def _say_once(sentence: str) -> None:
     end a rank that is about to print. Without torchrun each process prints.
     """
     _report(sentence)
-    path = _said_path()
-    try:
-        file = path.open("a+", encoding="utf-8") if path else None
-    except OSError:
-        file = None
-    with file or contextlib.nullcontext():
-        if file is not None:
-            fcntl.lockf(file, fcntl.LOCK_EX)
-            file.seek(0)
-        if file is None or not file.read():
+    with _said_path().open("a+", encoding="utf-8") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if not file.read():
             print(f"{Path(sys.argv[0]).stem}: {sentence}", file=sys.stderr, flush=True)
-        if file is not None:
-            file.write("said")
+        file.write("said")
 
 
 def _is_said() -> bool:
     """Whether a rank of this node has printed a sentence."""
-    path = _said_path()
-    try:
-        return path is not None and path.stat().st_size > 0
-    except OSError:
-        return False
+    return _said_path().exists() and _said_path().stat().st_size > 0
 
 
-def _said_path() -> Path | None:
-    """The file that records a sentence; None without torchrun, which has a folder for each rank."""
+def _said_path() -> Path:
+    """The file that records a sentence; the null device without torchrun, which has a folder for each rank."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(error_file).parent.parent / "torchtune_adaptive_said" if error_file else None
+    folder = Path(error_file).parent.parent if error_file else None
+    if folder is None or not os.access(folder, os.W_OK):
+        return Path(os.devnull)
+    return folder / "torchtune_adaptive_said"
 
 
 def _report(sentence: str) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.support.recipe_runs import RECIPES
 from torchtune_adaptive.errors import NothingFitsError, reason_of
 from torchtune_adaptive.fastest.changes import questions_of
 from torchtune_adaptive.fastest.climb import Climb, Outcome, times
-from torchtune_adaptive.fastest.set_up import SetUps
+from torchtune_adaptive.fastest.set_up import SetUps, with_search
 from torchtune_adaptive.stock.configs import resolved
 from torchtune_adaptive.text import format_bytes
 
@@ -75,27 +76,18 @@ def _climb(stage: Stage, name: str, seconds: float) -> Climb:
 
 def _measured(set_ups: SetUps, words: str, values: Mapping[str, Any]) -> Outcome:
     """Set the recipe up in this process, which saves the time in which a process of its own would start."""
-    started = time.monotonic()
-    outcome: dict[str, Any] = {"words": words, "values": values}
+    started, outcome = time.monotonic(), Outcome(words=words, values=values)
     try:
         recipe = live_random_recipe(set_ups.config(values))
         sizes = recipe.trainer.sizes
-        result, timings = sizes.result, {str(limit): timing for limit, timing in sizes.timings.items()}
+        outcome = with_search(outcome, sizes.result, {str(limit): one for limit, one in sizes.timings.items()})
         let_go(recipe)
     except Exception as error:  # keeps the other set-ups
         is_short = isinstance(error, NothingFitsError)
-        seconds, why_not = time.monotonic() - started, reason_of(error)
-        return Outcome(**outcome, seconds=seconds, why_not=why_not, is_short_of_memory=is_short)
+        outcome = replace(outcome, why_not=reason_of(error), is_short_of_memory=is_short)
     finally:
         torch._dynamo.reset()
-    return Outcome(
-        **outcome,
-        timings=timings,
-        is_short_of_memory=result.exact_batch_size < result.bound,
-        peak_bytes=max(probe.peak_bytes for probe in result.probes if probe.fits),
-        found=result.exact_batch_size,
-        seconds=time.monotonic() - started,
-    )
+    return replace(outcome, seconds=time.monotonic() - started)
 
 
 def _report(section: Section, climb: Climb) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from benchmarks.live import loop_of, probe_maker
+from benchmarks.live import probe_maker
 from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, start_group
 from benchmarks.on_gpu.sizes import SIZES, cells, config_of, plan_of, searched, traced_step, tracing_processes
 from benchmarks.on_gpu.stage import Section, Stage
+from tests.support.recipe_runs import loop_of
 from torchtune_adaptive.engine.search.throughput import time_in_turns
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.text import format_bytes

@@ -8,9 +8,10 @@ from typing import Any
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from benchmarks.live import loop_of, probe_maker, real_steps
+from benchmarks.live import probe_maker, real_steps
 from benchmarks.on_gpu.random_recipe import let_go, live_random_recipe, random_config, start_group
 from benchmarks.on_gpu.stage import Section, Stage
+from tests.support.recipe_runs import loop_of
 from torchtune_adaptive.engine.memory.meter import device_memory_bytes
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.search.throughput import time_in_turns

@@ -14,40 +14,13 @@ from benchmarks import gpu
 from benchmarks.on_gpu import nccl
 from benchmarks.on_gpu.nccl import group, launch
 from benchmarks.on_gpu.nccl import recovery as recovery_by_phase
-from benchmarks.on_gpu.random_recipe import live_random_recipe, logged, random_config
 from benchmarks.on_gpu.stage import Section, Stage, stage_for
-from benchmarks.on_gpu.staged import stage_collectives
 from tests.support.ranks import run_on_ranks
-from tests.support.recipe_runs import local_parameters
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
     return stage_for(tmp_path, seconds=60.0)
-
-
-def _train(stage: Stage, kind: str, **options: Any) -> tuple[list[float], dict[str, Any]]:
-    cfg = random_config(stage, f"tiny/{kind}", num_rows=12, batch_size=3, epochs=1, max_steps_per_epoch=2)
-    recipe = live_random_recipe(cfg, **options)
-    recipe.train()
-    return [step["loss"] for step in logged(recipe)], local_parameters(recipe._model)
-
-
-def _train_staged_and_not(rank: int, directory: Path) -> tuple[list[float], float]:
-    """Losses, and the largest difference of parameters between staged and plain collectives."""
-    stage = stage_for(directory, seconds=60.0)
-    losses, parameters = _train(stage, "full")
-    staged_losses, staged_parameters = _train(stage, "full", shard=stage_collectives)
-    assert staged_losses == pytest.approx(losses, rel=1e-6)
-    apart = [(parameters[name] - value).abs().max().item() for name, value in staged_parameters.items()]
-    return losses, max(apart)
-
-
-@pytest.mark.exhaustive
-def test_collectives_staged_on_the_host_train_as_fsdp2s_own(tmp_path: Path) -> None:
-    (losses, apart), (_, apart_on_peer) = run_on_ranks(_train_staged_and_not, 2, tmp_path)
-    assert len(losses) == 2
-    assert max(apart, apart_on_peer) < 1e-6
 
 
 @pytest.mark.exhaustive

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from torchtune._recipe_registry import get_all_recipes
 
+from tests.support.checkout import REPOSITORY
 from tests.support.program import Ended, Program
-from torchtune_adaptive.cli.main import main
+from torchtune_adaptive.cli import main
 from torchtune_adaptive.stock.configs import config_path
 from torchtune_adaptive.stock.installed import config_files
 
-REPOSITORY = Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted((REPOSITORY / "recipes").glob("*.py"))}
 COMMANDS = ("plan", "search", "report", "cp")
 

@@ -1,6 +1,5 @@
 """`tune-adaptive fastest` leaves the config that trains fastest, and says how to train with it."""
 
-import os
 import shlex
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.recipes.test_tune_run import REPOSITORY
+from tests.support.checkout import environment
 from tests.support.program import Program
 from tests.support.recipe_runs import SHALLOW, adaptive_recipe, finished, shallow_assets, tiny_config
 from tests.support.toys import search_result
@@ -201,10 +200,9 @@ def test_what_is_found_trains_as_the_config_does_and_faster(tiny_dir: Path, tmp_
     options = SHALLOW | own | {"enable_activation_checkpointing": True, "adaptive": {"memory_limit": "2GiB"}}
     cfg = tiny_config("full_single", assets, tmp_path / "out", **options)
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'recipes'}"}
-    command = [sys.executable, "-m", "torchtune_adaptive.cli.main", "fastest", "--try", "checkpointing"]
+    command = [sys.executable, "-m", "torchtune_adaptive.cli", "fastest", "--try", "checkpointing"]
     command += [RECIPE, "--config", str(tmp_path / "config.yaml")]
-    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
+    subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, check=True)
     found = load_config(str(tmp_path / "out" / "found.yaml"))
     assert (found.batch_size, found.adaptive.get("max_tokens_per_micro_batch")) != (1, None)
     recipe = adaptive_recipe("full_single")

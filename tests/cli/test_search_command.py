@@ -1,6 +1,5 @@
 """`tune-adaptive search` ends after the search, and writes a config that trains with the sizes found."""
 
-import os
 import shlex
 import subprocess
 import sys
@@ -11,7 +10,8 @@ from typing import Any, NoReturn
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from tests.recipes.test_tune_run import REPOSITORY, SHORT, tune_run
+from tests.recipes.test_tune_run import SHORT
+from tests.support.checkout import environment, tune_run
 from tests.support.ppo_runs import LIMIT_BYTES, ppo_assets, ppo_config
 from tests.support.program import Ended, Program
 from tests.support.recipe_runs import SHALLOW, adaptive_recipe, set_up, shallow_assets, tiny_config, trained
@@ -296,9 +296,8 @@ def test_on_one_device_the_run_is_in_this_process(
 def test_two_ranks_search_and_the_printed_command_trains_with_that_size(tiny_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "out dir"
     given = ["--nproc_per_node", "2", RECIPE, "--config", "tiny/full", f"tiny_dir={tiny_dir}", f"output_dir={out}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'recipes'}"}
-    command = [sys.executable, "-m", "torchtune_adaptive.cli.main", "search", *given, *SHORT]
-    searching = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-m", "torchtune_adaptive.cli", "search", *given, *SHORT]
+    searching = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
     errors = searching.stderr
     assert searching.returncode == 0, errors[-3000:]
     assert errors.count(f"{RECIPE}: the search found batch_size ") == 1

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import torchtune_adaptive
+from tests.support.checkout import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 FOLDERS = (Path(torchtune_adaptive.__file__).parent, REPOSITORY / "scripts", REPOSITORY / "tests" / "support")
 MODULES_WITH_EXAMPLES = sorted(
     ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)

@@ -15,15 +15,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from scripts.site_pages import file_linked, link_targets
+from tests.support.checkout import REPOSITORY, environment
 from tests.support.document_commands import (
     PageCommands,
     WrongCommand,
     commands,
-    is_whole,
-    unknown_command,
 )
 from tests.support.document_names import document_names
-from tests.support.documents import DOCUMENTS, OUTPUT, REPOSITORY, Block, anchors, blocks, inline_code, name_of
+from tests.support.documents import DOCUMENTS, OUTPUT, Block, anchors, blocks, name_of
 from torchtune_adaptive.settings import AdaptiveSettings
 
 # The changelog describes earlier versions.
@@ -87,14 +86,6 @@ def test_the_commands_of_a_document_would_be_accepted(document: Path) -> None:
             page.check(words)
 
 
-@documents
-def test_a_command_within_a_sentence_would_be_accepted(document: Path) -> None:
-    assert list(filter(unknown_command, inline_code(document))) == []
-    for code in filter(is_whole, inline_code(document)):
-        for words in commands(code):
-            PageCommands().check(words)
-
-
 FULL = "tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config"
 
 
@@ -143,9 +134,7 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self._environment["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / name) for name in ("", "recipes"))
-        self._environment["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+        self._environment = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
     def here(self, text: str) -> str:
         return text.replace("/tmp/", f"{self._folder}/")

@@ -9,8 +9,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 from scripts import reference
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.checkout import REPOSITORY
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.checkout import REPOSITORY
+
 SCRIPT = REPOSITORY / "examples" / "trl_sft.py"
 pytestmark = pytest.mark.integrations
 

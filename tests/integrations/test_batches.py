@@ -31,6 +31,11 @@ def test_the_parts_of_pairs_stay_together() -> None:
     assert [part.inputs["names"] for part in parts] == [["a", "b", "c"], ["d"]]
 
 
+def test_a_micro_batch_has_at_least_one_sample() -> None:
+    with pytest.raises(InputError, match="`micro_batch_size` must be at least 1, but is 0 instead"):
+        TrainerBatches(0)
+
+
 def test_a_batch_with_other_rows_is_refused() -> None:
     odd = TrainerBatch({"input_ids": torch.zeros(4, 2), "pixels": torch.zeros(9, 2)}, None, 1)
     with pytest.raises(InputError, match=r"one row per sample, but has .'input_ids': 4, 'pixels': 9. instead"):

@@ -350,11 +350,6 @@ def test_what_refusals_look_at_has_these_names() -> None:
     assert {"DEEPSPEED", "MEGATRON_LM", "XLA"} <= {one.value for one in DistributedType}
 
 
-def test_a_micro_batch_size_must_be_positive() -> None:
-    with pytest.raises(InputError, match="`micro_batch_size` must be at least 1, but is 0 instead"):
-        make("trainer", options={"micro_batch_size": 0})
-
-
 # ---- losses
 
 

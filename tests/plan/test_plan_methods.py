@@ -12,7 +12,7 @@ from tests.support.ranks import run_alone, run_on_ranks
 from tests.support.recipe_runs import (
     SHALLOW,
     adaptive_recipe,
-    metered_loop,
+    loop_of,
     set_up,
     shallow_assets,
     tiny_config,
@@ -62,7 +62,7 @@ def _config(kind: str, tiny_dir: Path, **overrides: Any) -> DictConfig:
 
 def probes_of(recipe: Any, row: Any) -> list[Probe]:
     """Real steps of the recipe with ``SIZES`` times ``row``, metered exactly. A collective."""
-    loop = metered_loop(recipe)
+    loop = loop_of(recipe)
     meter = loop.meter_for_probes()
     prober = Prober(loop, lambda rows: probe_batch(row, rows, micro_steps=2), meter=meter, forecasts=False)
     with meter.exactly(), loop.restored() as restore_optimizers:

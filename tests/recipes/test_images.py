@@ -1,7 +1,6 @@
 """Models of texts and images do what each recipe can do with texts: parity, search, growth, recovery, resume."""
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,8 @@ import pytest
 
 from tests.recipes.test_methods import check_parity, check_recovery, check_resume, check_search
 from tests.support import images
-from tests.support.method_runs import STRATEGIES, Trials
-from tests.support.ranks import run_alone, run_on_ranks
+from tests.support.method_runs import STRATEGIES, Trials, by_rank
+from tests.support.ranks import run_alone
 from tests.support.recipe_runs import adaptive_recipe, finished, set_up, tiny_config, without_saving
 from torchtune_adaptive.errors import InputError
 
@@ -53,17 +52,6 @@ def _exhaustive_trials(*places: Any) -> dict[str, Any]:
     }
 
 
-def _on_rank(rank: int, trials: Callable[..., Any], *places: Any) -> Any:
-    return trials(*places)
-
-
-def _run(trials: Callable[..., Any], kind: str, *places: Path) -> list[Any]:
-    """The trials' outcomes by rank."""
-    if kind.endswith("_single"):
-        return [run_alone(trials, kind, *places, timeout_s=7200)]
-    return run_on_ranks(_on_rank, 2, trials, kind, *places, timeout_s=7200)
-
-
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return images.make_assets(tmp_path_factory.mktemp("images") / "assets")
@@ -72,7 +60,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcomes(tiny_dir: Path, assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A function from a kind to the outcomes of its trials, which are run once."""
-    return functools.cache(lambda kind: _run(_own_trials, kind, tiny_dir, assets, tmp_path_factory.mktemp(kind)))
+    return functools.cache(lambda kind: by_rank(_own_trials, kind, tiny_dir, assets, tmp_path_factory.mktemp(kind)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,7 +76,7 @@ def test_recovery(kind: str, outcomes: Any) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_every_strategy_and_every_seventh_operation(kind: str, tiny_dir: Path, assets: Path, tmp_path: Path) -> None:
-    ranks = _run(_exhaustive_trials, kind, tiny_dir, assets, tmp_path)
+    ranks = by_rank(_exhaustive_trials, kind, tiny_dir, assets, tmp_path, timeout_s=7200)
     check_parity(kind, [rank["parity"] for rank in ranks], accumulation=2)
     check_search([rank["search"] for rank in ranks], strategies=STRATEGIES)
     assert ranks[0]["growth"] == [2, 4, 6]

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.method_runs import LOGGED_OTHERWISE, ROWS_THAT_FIT, STRATEGIES, Trials
-from tests.support.ranks import run_alone, run_on_ranks
+from tests.support.method_runs import LOGGED_OTHERWISE, ROWS_THAT_FIT, STRATEGIES, Trials, by_rank
 from tests.support.recipe_runs import RECIPES, shallow_assets
 
 # Finetuning has test files of its own, and others combine features of the remaining kinds: exhaustive tests only.
@@ -40,22 +39,12 @@ def _exhaustive_trials(kind: str, tiny_dir: Path, output_dir: Path, more: dict[s
     }
 
 
-def _on_rank(rank: int, trials: Any, *arguments: Any) -> Any:
-    return trials(*arguments)
-
-
-def _run(trials: Any, kind: str, tiny_dir: Path, output_dir: Path, *more: Any, timeout_s: float = 600.0) -> list[Any]:
-    """The trials' outcomes by rank."""
-    arguments = kind, shallow_assets(tiny_dir), output_dir, *more
-    if kind.endswith("_single"):
-        return [run_alone(trials, *arguments, timeout_s=timeout_s)]
-    return run_on_ranks(_on_rank, 2, trials, *arguments, timeout_s=timeout_s)
-
-
 @pytest.fixture(scope="module")
 def outcomes(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A function from a kind to the outcomes of its trials, which are run once."""
-    return functools.cache(lambda kind: _run(_own_trials, kind, tiny_dir, tmp_path_factory.mktemp(kind)))
+    return functools.cache(
+        lambda kind: by_rank(_own_trials, kind, shallow_assets(tiny_dir), tmp_path_factory.mktemp(kind))
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,7 +139,7 @@ def _trials_in_backward(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str
 @pytest.mark.parametrize("kind", STEPS_IN_BACKWARD)
 def test_search_and_growth_in_backward(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
     """Each backward pass of a probe changes the weights; they are restored afterwards. The batch grows."""
-    ranks = _run(_trials_in_backward, kind, tiny_dir, tmp_path)
+    ranks = by_rank(_trials_in_backward, kind, shallow_assets(tiny_dir), tmp_path)
     check_search([rank["search"] for rank in ranks], strategies=STRATEGIES[:1])
     assert ranks[0]["growth"] == [2, 4, 6]
 
@@ -160,7 +149,7 @@ def _eight_bit_recovery(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str
 
 
 def test_a_step_with_an_8_bit_optimizer_recovers(tiny_dir: Path, tmp_path: Path) -> None:
-    check_recovery(_run(_eight_bit_recovery, "full_single", tiny_dir, tmp_path))
+    check_recovery(by_rank(_eight_bit_recovery, "full_single", shallow_assets(tiny_dir), tmp_path))
 
 
 @pytest.mark.exhaustive
@@ -168,7 +157,7 @@ def test_a_step_with_an_8_bit_optimizer_recovers(tiny_dir: Path, tmp_path: Path)
 def test_every_strategy_and_every_seventh_operation(
     kind: str, more: dict[str, Any], tiny_dir: Path, tmp_path: Path
 ) -> None:
-    ranks = _run(_exhaustive_trials, kind, tiny_dir, tmp_path, more, timeout_s=7200)
+    ranks = by_rank(_exhaustive_trials, kind, shallow_assets(tiny_dir), tmp_path, more, timeout_s=7200)
     check_parity(kind, [rank["parity"] for rank in ranks], accumulation=1)
     check_search([rank["search"] for rank in ranks], strategies=STRATEGIES)
     assert ranks[0]["growth"] == [2, 4, 6]
@@ -186,6 +175,6 @@ def _compiled(kind: str, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", [kind for kind in RECIPES if "qat" not in kind])  # torchtune refuses to compile QAT
 def test_compile(kind: str, tiny_dir: Path, tmp_path: Path) -> None:
     """Without a search, compiled code trains as eager code does. It needs a C++ compiler and half a minute."""
-    eager, compiled = _run(_compiled, kind, tiny_dir, tmp_path)[0]["losses"]
+    eager, compiled = by_rank(_compiled, kind, shallow_assets(tiny_dir), tmp_path)[0]["losses"]
     assert len(eager) == 3
     assert compiled == pytest.approx(eager, rel=1e-4)

@@ -1,7 +1,6 @@
 """Output that cannot be written ends no run: it is complete, saved, and ends with status 0."""
 
 import errno
-import fcntl
 import os
 import pty
 import resource
@@ -9,12 +8,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.recipes.test_tune_run import REPOSITORY
+from tests.support.checkout import REPOSITORY, environment
 from tests.support.recipe_runs import shallow_assets
 from torchtune_adaptive import output
 from torchtune_adaptive.output import tolerate_lost_output
@@ -26,73 +25,55 @@ LARGEST_BYTES = 50_000_000  # of a file: above the checkpoints
 BIN = Path(sys.executable).parent
 
 
-class Lost:
-    """Descriptors that cannot be written."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "Lost":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def make(self, kind: str, directory: Path) -> int:
-        """A descriptor of a kind; of "closed" one that ``run`` will close in its process."""
-        match kind:
-            case "full" | "closed":
-                made = os.open("/dev/full", os.O_WRONLY)
-            case "gone":
-                reader, made = os.pipe()
-                os.close(reader)
-            case "hung up":
-                other, made = pty.openpty()
-                os.close(other)
-            case "too large":
-                made = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.truncate(made, LARGEST_BYTES)
-            case "never read":
-                reader, made = os.pipe()
-                self._stack.callback(os.close, reader)
-                fcntl.fcntl(made, fcntl.F_SETFL, fcntl.fcntl(made, fcntl.F_GETFL) | os.O_NONBLOCK)
-                _fill(made)
-            case _:
-                raise ValueError(kind)
-        self._stack.callback(os.close, made)
-        return made
-
-
-def _fill(pipe: int) -> None:
-    try:
-        while True:
-            os.write(pipe, bytes(4096))
-    except BlockingIOError:
-        pass
-
-
 @pytest.fixture
-def lost() -> Iterator[Lost]:
-    with Lost() as made:
-        yield made
+def stack() -> Iterator[ExitStack]:
+    """Closes what a test has opened."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def lost(kind: str, directory: Path, stack: ExitStack) -> int:
+    """A descriptor that cannot be written; of "closed" one that ``run`` will close in its process."""
+    match kind:
+        case "full" | "closed":
+            made = os.open("/dev/full", os.O_WRONLY)
+        case "gone":
+            reader, made = os.pipe()
+            os.close(reader)
+        case "hung up":
+            other, made = pty.openpty()
+            os.close(other)
+        case "too large":
+            made = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.truncate(made, LARGEST_BYTES)
+        case "never read":
+            reader, made = os.pipe()
+            stack.callback(os.close, reader)
+            os.set_blocking(made, False)
+            with suppress(BlockingIOError):
+                while True:
+                    os.write(made, bytes(4096))
+        case _:
+            raise ValueError(kind)
+    stack.callback(os.close, made)
+    return made
 
 
 def run(
-    command: list[str], kind: str, numbers: tuple[int, ...], lost: Lost, directory: Path, **environment: str
+    command: list[str], kind: str, numbers: tuple[int, ...], stack: ExitStack, directory: Path, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` with standard output, error or both, given by their numbers, of a kind."""
-    descriptor = lost.make(kind, directory)
+    descriptor = lost(kind, directory, stack)
 
     def prepare() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_BYTES, resource.RLIM_INFINITY))
         for number in (0, *numbers) if kind == "closed" else ():
             os.close(number)
 
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
         command,
         cwd=directory,
-        env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'recipes'}"} | environment,
+        env=environment(**{"PYTHONUNBUFFERED": ""} | variables),
         stdout=descriptor if OUT in numbers else subprocess.PIPE,
         stderr=descriptor if ERR in numbers else subprocess.PIPE,
         preexec_fn=prepare,
@@ -138,12 +119,12 @@ STREAMS = {(OUT,): "output", (ERR,): "error", (OUT, ERR): "both"}
     ],
 )
 def test_a_program_keeps_its_status_and_its_other_stream_reports_the_loss_once(
-    kind: str, numbers: tuple[int, ...], unbuffered: str, lost: Lost, tmp_path: Path
+    kind: str, numbers: tuple[int, ...], unbuffered: str, stack: ExitStack, tmp_path: Path
 ) -> None:
     """A stream that was closed from the start is not meant to be read."""
     status = 3 if unbuffered else 0
     ended = run(
-        [sys.executable, "-c", PROGRAM, str(status)], kind, numbers, lost, tmp_path, PYTHONUNBUFFERED=unbuffered
+        [sys.executable, "-c", PROGRAM, str(status)], kind, numbers, stack, tmp_path, PYTHONUNBUFFERED=unbuffered
     )
     assert ended.returncode == status, ended.stderr
     if len(numbers) == 1:
@@ -159,28 +140,28 @@ def test_a_program_keeps_its_status_and_its_other_stream_reports_the_loss_once(
 ASCII_ONLY = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 
 
-def test_characters_that_an_ascii_locale_lacks_are_escaped(lost: Lost, tmp_path: Path) -> None:
-    ended = run([sys.executable, "-c", PROGRAM, "0"], "full", (), lost, tmp_path, **ASCII_ONLY)
+def test_characters_that_an_ascii_locale_lacks_are_escaped(stack: ExitStack, tmp_path: Path) -> None:
+    ended = run([sys.executable, "-c", PROGRAM, "0"], "full", (), stack, tmp_path, **ASCII_ONLY)
     assert ended.returncode == 0
     assert ended.stdout.endswith(r"\u20ac" + "\n")
     assert r"UserWarning: \xe9" in ended.stderr
 
 
-def test_a_config_is_read_as_utf_8_in_an_ascii_locale(lost: Lost, tmp_path: Path) -> None:
+def test_a_config_is_read_as_utf_8_in_an_ascii_locale(stack: ExitStack, tmp_path: Path) -> None:
     config = (REPOSITORY / "configs/tiny/full.yaml").read_text(encoding="utf-8")
     config = config.replace("/tmp/torchtune_adaptive/tiny/full", "/tmp/größe  # größer")
     (tmp_path / "config.yaml").write_text(config, encoding="utf-8")
     recipe = "adaptive_full_finetune_single_device"
     command = [sys.executable, str(REPOSITORY / f"recipes/{recipe}.py"), "--config", "config.yaml"]
-    ended = run(command, "full", (), lost, tmp_path, **ASCII_ONLY)
+    ended = run(command, "full", (), stack, tmp_path, **ASCII_ONLY)
     assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
     sentence = "`output_dir` must be in the file system's encoding (ascii), but is "
     assert ended.stderr.startswith(f"{recipe}: {sentence}")
 
 
-def test_a_refusal_before_torch_is_imported_keeps_its_status(lost: Lost, tmp_path: Path) -> None:
+def test_a_refusal_before_torch_is_imported_keeps_its_status(stack: ExitStack, tmp_path: Path) -> None:
     recipe = str(REPOSITORY / "recipes/adaptive_full_finetune_single_device.py")
-    ended = run([sys.executable, recipe, "--config", "tiny/full", "epochs=0"], "full", (ERR,), lost, tmp_path)
+    ended = run([sys.executable, recipe, "--config", "tiny/full", "epochs=0"], "full", (ERR,), stack, tmp_path)
     assert ended.returncode == 1
     assert ended.stdout.startswith("Standard error cannot be written: ")
 
@@ -241,10 +222,10 @@ def check_saved(output_dir: Path) -> None:
     ],
 )
 def test_a_run_on_one_rank_is_complete(
-    kind: str, numbers: tuple[int, ...], lost: Lost, tiny_dir: Path, tmp_path: Path
+    kind: str, numbers: tuple[int, ...], stack: ExitStack, tiny_dir: Path, tmp_path: Path
 ) -> None:
     command = [str(BIN / "tune"), "run", *arguments("single_device", tiny_dir, tmp_path / "out")]
-    ended = run(command, kind, numbers, lost, tmp_path)
+    ended = run(command, kind, numbers, stack, tmp_path)
     assert ended.returncode == 0, ended.stderr
     check_saved(tmp_path / "out")
 
@@ -255,9 +236,11 @@ def test_a_run_on_one_rank_is_complete(
     # torchtune's launcher prints a line itself: Python ends it with 120 when it cannot write that.
     [("closed", 0), ("full", 120), ("gone", 120)],
 )
-def test_a_run_on_two_ranks_is_complete(kind: str, status: int, lost: Lost, tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_is_complete(
+    kind: str, status: int, stack: ExitStack, tiny_dir: Path, tmp_path: Path
+) -> None:
     """The status 0 means that all ranks have ended with 0."""
     options = arguments("distributed", tiny_dir, tmp_path / "out")
-    ended = run([str(BIN / "tune"), "run", "--nproc_per_node", "2", *options], kind, (OUT, ERR), lost, tmp_path)
+    ended = run([str(BIN / "tune"), "run", "--nproc_per_node", "2", *options], kind, (OUT, ERR), stack, tmp_path)
     assert ended.returncode == status, ended.stderr
     check_saved(tmp_path / "out")

@@ -21,7 +21,6 @@ from tests.support.recipe_runs import (
     set_up,
     shallow_assets,
     stock_recipe,
-    stock_resuming_config,
     tiny_config,
     trained,
 )
@@ -179,8 +178,9 @@ def _resume_each_other(rank: int, tiny_dir: Path, by_ours: Path, by_stock: Path)
     finished(stock, tiny_config("full", tiny_dir, by_stock, **PLAIN))
 
     def opened(directory: Path) -> list[Any]:
+        keys = {"resume_from_checkpoint": True, "checkpointer__checkpoint_files": ["epoch_1/model-00001-of-00001.bin"]}
         return [
-            set_up(stock, stock_resuming_config("full", tiny_dir, directory, epochs_run=2, **PLAIN)),
+            set_up(stock, tiny_config("full", tiny_dir, directory, **PLAIN | keys)),
             set_up(ours, resuming_config("full", tiny_dir, directory, **PLAIN)),
         ]
 

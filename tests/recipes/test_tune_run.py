@@ -1,8 +1,5 @@
 """The stock ``tune run`` finds and runs the recipes from any directory, with configs of this package and stock ones."""
 
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,26 +7,13 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from tests.support.checkout import tune_run
 from tests.support.ppo_runs import ppo_assets, ppo_config
 from tests.support.recipe_runs import RECIPES, SHALLOW, shallow_assets, tiny_config
 from tests.support.run_logs import events_in
 from torchtune_adaptive.tiny import MODEL_GEOMETRY
 
-REPOSITORY = Path(__file__).parents[2]
 SHORT = ["epochs=1", "max_steps_per_epoch=2", "adaptive.memory_limit=128MiB", "tokenizer.max_seq_len=128"]
-
-
-def tune_run(*arguments: str, directory: Path, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
-    """``tune run ARGUMENTS`` in ``directory``, with the recipes on the path as an installed package has them.
-
-    The recipes in the tests are on the path too.
-    """
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / name) for name in ("", "recipes", "tests/support"))
-    command = [str(Path(sys.executable).parent / "tune"), "run", *arguments]
-    return subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
 
 
 def on_tiny(kind: str, assets: Path, output_dir: Path) -> list[str]:

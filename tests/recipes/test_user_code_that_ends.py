@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.test_tune_run import tune_run
+from tests.support.checkout import tune_run
 from tests.support.recipe_runs import adaptive_recipe, shallow_assets
 from torchtune_adaptive.launch import launch
 
@@ -22,7 +22,6 @@ PLACES = {
     "samples": ("dataset._component_=ending_code.Samples", GENERAL),
     "data set": ("dataset._component_=ending_code.samples", CREATED.format("dataset")),
     "data set's module": ("dataset._component_=ends_on_import.Samples", GENERAL),
-    "tokenizer": ("tokenizer._component_=ending_code.Tokenizer", ""),
     "loss": ("loss._component_=ending_code.CEWithChunkedOutputLoss", GENERAL),
     "metric logger": ("metric_logger._component_=ending_code.Logger", GENERAL),
     "growth, later": ("batch_increase_function=ending_code.grow_later", f"{GROWTH}ending_code.grow_later failed at "),

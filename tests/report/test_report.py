@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.program import Program
 from tests.support.toys import search_result
-from torchtune_adaptive.cli.main import main
+from torchtune_adaptive.cli import main
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.report.pictures import pictures
@@ -133,14 +133,14 @@ def test_an_unfinished_run_is_described_so_far(tmp_path: Path) -> None:
         "The loss was not finite in 1 logged step.",
     ]
     assert section(run, "Out of memory") == ["No shortage is recorded."]
-    assert [picture.name for picture in pictures(run)] == ["report_steps"]
+    assert list(pictures(run)) == ["report_steps"]
 
 
 def test_a_run_without_steps_is_described_by_its_search(tmp_path: Path) -> None:
     run = run_of(tmp_path, SEARCH)
     assert section(run, "Training") == ["Training is not recorded.", "No step is recorded."]
     assert section(run, "Out of memory") == ["It is not recorded."]
-    assert [picture.name for picture in pictures(run)] == ["report_search"]
+    assert list(pictures(run)) == ["report_search"]
 
 
 def test_both_searches_of_reinforcement_learning_are_described(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_both_searches_of_reinforcement_learning_are_described(tmp_path: Path) -
     trained = SEARCH | {"of": "trained", "chosen": {"gradient_accumulation_steps": 2}}
     run = run_of(tmp_path, START, generated, trained, END)
     assert [one.title for one in story(run)][:2] == ["Search: generated", "Search: trained"]
-    assert [picture.name for picture in pictures(run)] == ["report_search_generated", "report_search_trained"]
+    assert list(pictures(run)) == ["report_search_generated", "report_search_trained"]
     assert section(run, "Search: generated")[-1] == "forward_batch_size: 4"
     assert section(run, "Training") == ["The run is complete: 5 optimizer steps.", "No step is recorded."]
 
@@ -180,7 +180,7 @@ def test_after_a_search_without_training_the_run_before_it_is_not_described(tmp_
     assert [one.title for one in story(run)] == ["Search", "Training"]
     assert "rows of 1,024 tokens" in section(run, "Search")[0]
     assert section(run, "Training") == ["None: the run ended after its search."]
-    assert [picture.name for picture in pictures(run)] == ["report_search"]
+    assert list(pictures(run)) == ["report_search"]
 
 
 # ---- what is refused

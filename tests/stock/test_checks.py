@@ -45,7 +45,7 @@ def refusal(check: Any, *given: Any) -> str:
 
 
 def test_what_is_checked_first_needs_no_torch() -> None:
-    code = "import sys, torchtune_adaptive.launch, torchtune_adaptive.cli.main; print('torch' in sys.modules)"
+    code = "import sys, torchtune_adaptive.launch, torchtune_adaptive.cli.commands; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
 

@@ -27,15 +27,12 @@ class Outcome:
         seconds: for each machine, until its last process ended; None if the run goes on.
         statuses: of the launchers.
         sentences: the last one that each machine printed, "" if there is none.
-        resumed_from: the checkpoint, if the run was started again.
-        difference: from the run on one machine; "" if there is none.
+        difference: from the run on one machine; "" if there is none. A run that has ended is started again.
     """
 
-    scenario: str
     seconds: list[float] | None
     statuses: list[int]
     sentences: list[str]
-    resumed_from: str
     difference: str
 
 
@@ -53,7 +50,7 @@ class Scenarios:
 
     def undisturbed(self) -> Outcome:
         """The command as it stands."""
-        return self._goes_on("undisturbed", lambda cable, runs: None)
+        return self._goes_on(lambda cable, runs: None)
 
     def slow(self) -> Outcome:
         """As between cities."""
@@ -61,7 +58,7 @@ class Scenarios:
         def slow_down(cable: Cable, _: list[Launch]) -> None:
             cable.delay_s = 0.05
 
-        return self._goes_on("50 ms in each direction", slow_down)
+        return self._goes_on(slow_down)
 
     def lossy(self) -> Outcome:
         """As over a bad link."""
@@ -69,7 +66,7 @@ class Scenarios:
         def lose(cable: Cable, _: list[Launch]) -> None:
             cable.loss = 0.01
 
-        return self._goes_on("1 % of all frames lost", lose)
+        return self._goes_on(lose)
 
     def cut_for_a_moment(self) -> Outcome:
         """In the middle of training."""
@@ -81,7 +78,7 @@ class Scenarios:
             assert runs[0].step == HOLD  # the next step waits
             cable.is_cut = False
 
-        return self._goes_on("cut for 5 s in training", cut)
+        return self._goes_on(cut)
 
     def unplugged_for_a_moment(self) -> Outcome:
         """The machines know that their link is down."""
@@ -92,46 +89,43 @@ class Scenarios:
             time.sleep(5)
             cable.unplug(is_out=False)
 
-        return self._goes_on("plug out for 5 s in training", unplug)
+        return self._goes_on(unplug)
 
     def cut_in_training(self) -> Outcome:
         """Nothing arrives any more."""
-        return self._ends("cut in training", _at_the_hold, _cut)
+        return self._ends(_at_the_hold, _cut)
 
     def unplugged_in_training(self) -> Outcome:
         """The machines know that their link is down."""
-        return self._ends("plug out in training", _at_the_hold, lambda cable, runs: cable.unplug())
+        return self._ends(_at_the_hold, lambda cable, runs: cable.unplug())
 
     def cut_in_the_search(self) -> Outcome:
         """Before the first step."""
-        return self._ends("cut in the search", _in_the_search, _cut)
+        return self._ends(_in_the_search, _cut)
 
     def cut_in_a_save(self) -> Outcome:
         """A checkpoint is being written."""
-        return self._ends("cut while a checkpoint is written", _in_a_save, _cut)
+        return self._ends(_in_a_save, _cut)
 
     def rank_killed(self) -> Outcome:
         """SIGKILL to the rank on the second machine."""
-        return self._ends(
-            "a rank of node 1 killed", _at_the_hold, lambda _, runs: runs[1].ranks()[-1].send(signal.SIGKILL)
-        )
+        return self._ends(_at_the_hold, lambda _, runs: runs[1].ranks()[-1].send(signal.SIGKILL))
 
     def side_killed(self) -> Outcome:
         """SIGKILL to launcher and rank on the first machine, which has torchrun's store."""
-        return self._ends("node 0 killed", _at_the_hold, lambda _, runs: runs[0].kill())
+        return self._ends(_at_the_hold, lambda _, runs: runs[0].kill())
 
-    def _goes_on(self, scenario: str, disturb: Callable[[Cable, list[Launch]], object]) -> Outcome:
+    def _goes_on(self, disturb: Callable[[Cable, list[Launch]], object]) -> Outcome:
         with self._run() as (cable, runs):
             runs[0].wait_for_step(HOLD)
             disturb(cable, runs)
             if runs[0].is_held(HOLD):
                 runs[0].release(HOLD)
             statuses = [run.wait() for run in runs]
-        return Outcome(scenario, None, statuses, _said(runs), "", self.reference.difference(runs[0]))
+        return Outcome(None, statuses, _said(runs), self.reference.difference(runs[0]))
 
     def _ends(
         self,
-        scenario: str,
         wait: Callable[[list[Launch]], object],
         disturb: Callable[[Cable, list[Launch]], object],
     ) -> Outcome:
@@ -147,7 +141,7 @@ class Scenarios:
             for run in again:
                 assert run.wait() == 0, run.output[-3000:]
         first = next((run for run in again if "Resuming from" in run.output), again[0])  # has rank 0
-        return Outcome(scenario, seconds, statuses, _said(runs), first.resumed_from, self.reference.difference(first))
+        return Outcome(seconds, statuses, _said(runs), self.reference.difference(first))
 
     def _new_directory(self) -> Path:
         return self._directory / f"run_{len(list(self._directory.iterdir()))}"

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from omegaconf import DictConfig
 from torchtune.data import padded_collate_sft
 from torchtune.training.metric_logging import MetricLoggerInterface
 
+from tests.support.checkout import environment
 from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder
 
-REPOSITORY = Path(__file__).parents[2]
 # Matters only when something hangs: a machine that others use too may be very slow.
 LONGEST_WAIT_S = 600.0
 _POLL_S = 0.002
@@ -93,7 +93,6 @@ class Setup:
         kind: full or lora.
         ranks: 1: the recipe for a single device, unless ``is_distributed``.
         overrides: of the config, by dotted keys.
-        config_file: "" means the config ``tiny/KIND``.
     """
 
     name: str
@@ -101,18 +100,12 @@ class Setup:
     ranks: int
     overrides: Mapping[str, object]
     is_distributed: bool = False
-    config_file: str = ""
 
     @property
     def recipe(self) -> str:
         """The name of the recipe for ``tune run``."""
         single = self.ranks == 1 and not self.is_distributed
         return f"adaptive_{self.kind}_finetune_{'single_device' if single else 'distributed'}"
-
-    @property
-    def config(self) -> str:
-        """The name or path of the config for ``tune run``."""
-        return self.config_file or f"tiny/{self.kind}"
 
     @property
     def epochs(self) -> int:
@@ -171,9 +164,7 @@ class Run:
         for step in holds:
             _hold(self._steps_path, step).touch()
         self._output_path = directory / f"output_{len(list(directory.glob('output_*')))}"
-        self._environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", _ROWS_DIR: str(self._logs)}
-        folders = (str(REPOSITORY / name) for name in ("", "recipes", "tests/support"))
-        self._environment["PYTHONPATH"] = os.pathsep.join(folders)
+        self._environment = environment(HF_HUB_OFFLINE="1") | {_ROWS_DIR: str(self._logs)}
         overrides = {
             "tiny_dir": assets,
             "output_dir": self.out,
@@ -181,7 +172,8 @@ class Run:
             "metric_logger.log_dir": self._logs,
             "resume_from_checkpoint": resume,
         }
-        self._arguments = [recipe or setup.recipe, "--config", setup.config]  # of `tune run`, after its own options
+        # What `tune run` gets after its own options.
+        self._arguments = [recipe or setup.recipe, "--config", f"tiny/{setup.kind}"]
         self._arguments += [f"{key}={value}" for key, value in (overrides | dict(setup.overrides)).items()]
 
     @property
@@ -264,13 +256,11 @@ class Launch(Run):
     @property
     def processes(self) -> list[_Process]:
         """Those that run, the launcher first. A rank whose launcher has ended is included if it was seen before."""
-        parents = {int(path.name): _stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
-        while new := [pid for pid, stat in parents.items() if stat and int(stat[1]) in self._known and pid not in self]:
+        stats = {int(path.name): _stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+        parents = {pid: int(stat[1]) for pid, stat in stats.items() if stat}
+        while new := {pid for pid, parent in parents.items() if parent in self._known} - self._known.keys():
             self._known |= {pid: _Process(pid) for pid in new}
         return [one for one in self._known.values() if one.is_alive]
-
-    def __contains__(self, pid: int) -> bool:
-        return pid in self._known
 
     def ranks(self) -> list[_Process]:
         """The processes that train."""
@@ -335,15 +325,10 @@ class Launch(Run):
 
     def rows(self) -> list[list[int]]:
         """The rows that ``recording_collate`` got on each rank; a number identifies each row."""
-        places = [self._rows_of(rank) for rank in range(self._ranks)]
-        return [[int(line) for line in place.read_text().split()] for place in places]
-
-    def _rows_of(self, rank: int) -> Path:
-        (place,) = (self._logs / f"rows_{rank}_{pid}" for pid in self._known if self._has_rows(rank, pid))
-        return place
-
-    def _has_rows(self, rank: int, pid: int) -> bool:
-        return (self._logs / f"rows_{rank}_{pid}").exists()
+        places = [self._logs / f"rows_{rank}_{pid}" for rank in range(self._ranks) for pid in self._known]
+        found = [place for place in places if place.exists()]
+        assert len(found) == self._ranks
+        return [[int(line) for line in place.read_text().split()] for place in found]
 
 
 @contextmanager
@@ -412,15 +397,13 @@ class Case:
 
     Attributes:
         writing: as in ``Moment``.
-        strikes: how often it is killed and then resumed.
-        earlier: how often the first moment was made earlier, because too little was left after it.
+        strikes: how often it is killed and then resumed, if so much is left to train.
     """
 
     number: int
     setup: Setup
     writing: str
     strikes: int
-    earlier: int = 0
 
     def moment(self, strike: int, *, after: int, reference: "Reference") -> Moment:
         """A random moment of a run that begins after step ``after``; it depends only on the case and the arguments."""
@@ -431,7 +414,7 @@ class Case:
         first = max(after, 1)
         if self.writing and strike == 0:
             last -= reference.steps_per_save("step") if self.writing == "step" else 0
-            return Moment(chance.randint(0, max(last, 0)) >> self.earlier, chance.uniform(0, 0.030), self.writing)
+            return Moment(chance.randint(0, max(last, 0)), chance.uniform(0, 0.030), self.writing)
         return Moment(chance.randint(first, max(last, first)), chance.uniform(0, reference.seconds_per_step))
 
 
@@ -502,85 +485,43 @@ def reference_of(setup: Setup, assets: Path, directory: Path) -> Reference:
     return reference
 
 
-@dataclass
-class Struck:
-    """The result of a ``Case``."""
-
-    case: Case
-    moments: list[str] = field(default_factory=list)
-    resumed_from: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether the resumed run equals the uninterrupted one."""
-        return not self.problems
-
-
-class _NothingLeftError(Exception):
-    """A resumed run ended before it was struck, because it had too little to train."""
-
-
-def strike(case: Case, reference: Reference, assets: Path, directory: Path) -> Struck:
-    """Kill a run at its moments, resume it each time by the same command, and compare the last one."""
-    try:
-        return _strike(case, reference, assets, directory)
-    except _NothingLeftError:
-        assert case.earlier < 5
-        shutil.rmtree(directory)
-        return strike(replace(case, earlier=case.earlier + 1), reference, assets, directory)
-
-
-def _strike(case: Case, reference: Reference, assets: Path, directory: Path) -> Struck:
-    struck, setup, done = Struck(case), case.setup, 0
-    started = time.monotonic()
+def strike(case: Case, reference: Reference, assets: Path, directory: Path) -> list[str]:
+    """Kill a run at its moments, resume it each time by the same command, and compare the last one: what is wrong."""
+    problems, setup, done, last = list[str](), case.setup, 0, None
     for number in range(case.strikes):
-        run = _struck_run(setup, case.moment(number, after=done, reference=reference), assets, directory)
-        if number:
-            struck.resumed_from.append(run.resumed_from)
+        run, is_struck = _struck_run(setup, case.moment(number, after=done, reference=reference), assets, directory)
+        if not is_struck:
+            assert number, "ended before it was struck"
+            last = run
+            break
         steps = run.steps
         if found := step_difference(reference.steps[int(steps[0]["step"]) - 1 :] if steps else [], steps):
-            struck.problems.append(f"before strike {number + 1}: {found}")
+            problems.append(f"before strike {number + 1}: {found}")
         done = run.step
-        struck.moments.append(_what_was_struck(run))
         if missing := _lost_steps(setup, run, done):
-            struck.problems.append(missing)
-    last = finished(setup, assets, directory)
-    struck.resumed_from.append(last.resumed_from)
+            problems.append(missing)
+    last = last or finished(setup, assets, directory)
     if "resumed with changes" in last.output:
-        struck.problems.append("a change was noticed, though there is none")
+        problems.append("a change was noticed, though there is none")
     if left := [path.name for path in last.out.glob("unfinished_*")]:
-        struck.problems.append(f"left behind: {left}")
+        problems.append(f"left behind: {left}")
     if found := reference.difference(last):
-        struck.problems.append(found)
-    struck.seconds = time.monotonic() - started
-    return struck
+        problems.append(found)
+    return problems
 
 
-def _struck_run(setup: Setup, moment: Moment, assets: Path, directory: Path) -> Launch:
-    """A run that is killed at ``moment``, or earlier if its checkpoints are written sooner than expected."""
+def _struck_run(setup: Setup, moment: Moment, assets: Path, directory: Path) -> tuple[Launch, bool]:
+    """A run and whether it was killed at ``moment``, or earlier if its checkpoints are written sooner than expected."""
     for _ in range(10):
         with launched(setup, assets, directory) as run:
             run.wait_for_start()
             is_struck = moment.wait(run)
             assert is_struck or run.wait() == 0, run.output[-3000:]
-        if is_struck:
-            return run
-        if not moment.writing:
-            raise _NothingLeftError
+        if is_struck or not moment.writing:
+            return run, is_struck
         shutil.rmtree(directory)
         moment = replace(moment, step=moment.step // 2, delay_s=moment.delay_s / 4)
     raise AssertionError("ten runs ended before they could be killed while they wrote a checkpoint")
-
-
-def _what_was_struck(run: Launch) -> str:
-    left = sorted(path.name.removeprefix("unfinished_") for path in run.out.glob("unfinished_*"))
-    if not left:
-        return f"in step {run.step + 1}"
-    return " and ".join(
-        n.replace("_", " ", 1) if n.startswith(("removed_", "replaced_")) else f"writing {n}" for n in left
-    )
 
 
 def _lost_steps(setup: Setup, run: Launch, done: int) -> str:
@@ -622,13 +563,10 @@ class SignalEnd:
 
     Attributes:
         status: of the launcher.
-        seconds: from the signal to the end of the last process.
         step: the last step that the run has logged.
     """
 
-    case: SignalCase
     status: int
-    seconds: float
     step: int
     checkpoints: list[str]
     output: str
@@ -641,7 +579,6 @@ def end_by_signal(case: SignalCase, reference: Reference, assets: Path, director
     with launched(case.setup, assets, directory) as run:
         run.wait_for_start()
         assert case.moment(reference).wait(run), run.output[-3000:]
-        started = time.monotonic()
         if case.to == "all":
             run.send_all(case.signal)
         elif case.to == "one rank":
@@ -649,35 +586,10 @@ def end_by_signal(case: SignalCase, reference: Reference, assets: Path, director
         else:
             run.send(case.signal)
         status = run.wait()
-        seconds = time.monotonic() - started
-    end = SignalEnd(case, status, seconds, run.step, run.checkpoints, run.output)
+    end = SignalEnd(status, run.step, run.checkpoints, run.output)
     last = finished(case.setup, assets, directory)
     end.resumed_from, end.difference = last.resumed_from, reference.difference(last)
     return end
-
-
-def signals_markdown(ends: Sequence[SignalEnd]) -> str:
-    """A table of the signals sent to runs, and of the results."""
-    lines = ["| Signal | To | Run | Status | Seconds | Last step | Resumed from | Equal |", "|" + "---|" * 8]
-    for one in sorted(ends, key=lambda one: one.case.number):
-        case = one.case
-        cells = [case.signal.name, case.to, case.setup.name, one.status, f"{one.seconds:.1f}", one.step]
-        cells += [one.resumed_from, one.difference or "yes"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines) + "\n"
-
-
-def markdown(struck: Sequence[Struck]) -> str:
-    """A table of the killed runs, and of the results."""
-    lines = ["| Case | Run | Struck | Resumed from | Equal | Seconds |", "|---|---|---|---|---|---|"]
-    for one in sorted(struck, key=lambda one: one.case.number):
-        cells = [str(one.case.number), one.case.setup.name, ", then ".join(one.moments)]
-        cells += [", then ".join(one.resumed_from), "yes" if one.is_equal else "; ".join(one.problems)]
-        lines.append(f"| {' | '.join([*cells, f'{one.seconds:.0f}'])} |")
-    writing = sum(any(not moment.startswith("in step") for moment in one.moments) for one in struck)
-    equal = sum(one.is_equal for one in struck)
-    lines += ["", f"{equal} of {len(struck)} resumed as if they had not been struck; {writing} were struck in writing."]
-    return "\n".join(lines) + "\n"
 
 
 _SHALLOW = {"model.num_layers": 2, "tokenizer.max_seq_len": 64, "lr_scheduler.num_warmup_steps": 5}

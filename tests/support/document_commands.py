@@ -12,9 +12,9 @@ from omegaconf import DictConfig
 from torchtune._cli.tune import TuneCLIParser
 from torchtune._recipe_registry import get_all_recipes
 
-from tests.support.documents import REPOSITORY
+from tests.support.checkout import REPOSITORY
 from torchtune_adaptive.cli.arguments import integers
-from torchtune_adaptive.cli.main import _parser
+from torchtune_adaptive.cli.commands import _parser
 from torchtune_adaptive.cli.plan_hugging_face import names_model, parser_of_models
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.gpu import memory_of
@@ -29,7 +29,6 @@ _OUTPUT_KEPT = re.compile(r"\w+=\$\(.*\)")
 # An assignment, or a command that starts another one, with its options.
 _BEFORE_A_COMMAND = re.compile(r"[A-Za-z_]\w*=.*|exec|srun|time|-.*|\d+", re.DOTALL)
 _NOT_CHECKED = ("cat", "cd", "echo", "export", "git", "ls", "mkdir", "tail")
-_OF_TORCHTUNE = ("cat", "cp", "download", "ls", "run", "validate")
 _PPO = "adaptive_ppo_full_finetune_single_device"
 _OWN_RECIPES = {path.stem for path in (REPOSITORY / "recipes").glob("*.py")}
 
@@ -57,32 +56,6 @@ def commands(script: str) -> Iterator[list[str]]:
                 words = []
             elif words or not _BEFORE_A_COMMAND.fullmatch(word):
                 words.append(word)
-
-
-def unknown_command(code: str) -> bool:
-    """Whether ``code`` names a command that ``tune`` or ``tune-adaptive`` does not have.
-
-    >>> unknown_command("tune-adaptive plan"), unknown_command("tune-adaptive plam")
-    (False, True)
-    """
-    named = re.fullmatch(r"tune(-adaptive)? ([a-z]+)( .*)?", code)
-    if named is None:
-        return False
-    own = {name for one in _parser()._actions for name in one.choices or () if one.dest == "command"}
-    return named[2] not in (own if named[1] else _OF_TORCHTUNE)
-
-
-def is_whole(code: str) -> bool:
-    """Whether code within a sentence is a command to type, rather than a part of one.
-
-    >>> [is_whole(code) for code in ("make test", "tune run", "tune run x --config y", "tune-adaptive plan --json")]
-    [True, False, True, False]
-    """
-    if "..." in code or re.fullmatch(r"tune(-adaptive)? \w+", code):
-        return False
-    needs_config = code.startswith(("tune run", "tune-adaptive plan", "tune-adaptive search"))
-    is_command = re.match(r"(tune|tune-adaptive|make|pip|torchrun|python -m) [a-z.\-][\w.\-/]*( |$)", code) is not None
-    return is_command and (" --config " in code or not needs_config)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Reads documents: their blocks, prose and headings.
+"""Reads documents: their blocks and headings.
 
 The language of a block says what it holds. Commands are ``bash``, and what they print is ``text`` or has no language.
 The ``python`` blocks of a document run in turn and share their names. Those of ``document_names.py`` are defined
@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.support.checkout import REPOSITORY
+
 DOCUMENTS = sorted(
     {
         *REPOSITORY.glob("*.md"),
@@ -48,22 +49,12 @@ def blocks(document: Path, *languages: str) -> list[Block]:
     return [one for one in _parts(document) if isinstance(one, Block) and (not languages or one.language in languages)]
 
 
-def prose(document: Path) -> str:
-    """The lines of a document that are in no block."""
-    return "\n".join(one for one in _parts(document) if isinstance(one, str))
-
-
-def inline_code(document: Path) -> list[str]:
-    """The inline code in the prose of a document."""
-    return [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(document))]
-
-
 def anchors(document: Path) -> set[str]:
     """What a link may name after ``#``: the headings as code hosts name them."""
     counts: dict[str, int] = {}
     found = set()
-    for line in prose(document).splitlines():
-        if heading := _HEADING.fullmatch(line):
+    for line in _parts(document):
+        if isinstance(line, str) and (heading := _HEADING.fullmatch(line)):
             text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading[1])
             slug = re.sub(r"[^\w\- ]", "", text).lower().replace(" ", "-")
             found.add(slug if slug not in counts else f"{slug}-{counts[slug]}")

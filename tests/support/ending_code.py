@@ -5,7 +5,6 @@ import sys
 from typing import Any
 
 from torchtune.datasets import instruct_dataset
-from torchtune.models.llama2 import Llama2Tokenizer
 from torchtune.modules import loss
 from torchtune.training.metric_logging import DiskLogger
 
@@ -43,12 +42,6 @@ class StoppingSamples(Samples):
 def samples(tokenizer: Any, **options: Any) -> Any:
     end()
     return instruct_dataset(tokenizer, **options)
-
-
-class Tokenizer(Llama2Tokenizer):
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        end()
-        return super().__call__(*arguments, **options)
 
 
 class CEWithChunkedOutputLoss(loss.CEWithChunkedOutputLoss):  # a name that torchtune's recipes know

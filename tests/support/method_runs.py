@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.support.ranks import run_alone, run_on_ranks
 from tests.support.recipe_runs import (
     COMMON,
     adaptive_recipe,
@@ -106,15 +107,15 @@ class Trials:
         steps, _, _ = finished(self._silent, cfg)
         return [step["batch_size"] for step in steps]
 
-    def recovery(self, *, points: int | None, stride: int = 7) -> dict[str, Any]:
+    def recovery(self, *, points: int | None) -> dict[str, Any]:
         """A run with a fault in each step, at varying operations and ranks, and a run with the same micro-batches set.
 
         Args:
-            points: how many faults, spread over all operations; None: every ``stride``-th operation on each rank.
+            points: how many faults, spread over all operations; None: every seventh operation on each rank.
         """
         count, ranks = self._operations(), dist.get_world_size() if dist.is_initialized() else 1
         if points is None:
-            where = list(itertools.product(range(0, count, stride), range(ranks)))
+            where = list(itertools.product(range(0, count, 7), range(ranks)))
         else:
             where = [(place * count // points, place % ranks) for place in range(points)]
         faults = {(step, 0): Fault(place, ranks=[rank]) for step, (place, rank) in enumerate(where)}
@@ -240,6 +241,17 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
         return one == other
 
     return [name for name in right if not equal(left[name], right[name])]
+
+
+def by_rank(trials: Callable[..., Any], kind: str, *arguments: Any, timeout_s: float = 600.0) -> list[Any]:
+    """What ``trials(kind, *arguments)`` returns on each of two ranks, or alone for a kind of a single device."""
+    if kind.endswith("_single"):
+        return [run_alone(trials, kind, *arguments, timeout_s=timeout_s)]
+    return run_on_ranks(_on_rank, 2, trials, kind, *arguments, timeout_s=timeout_s)
+
+
+def _on_rank(rank: int, trials: Callable[..., Any], *arguments: Any) -> Any:
+    return trials(*arguments)
 
 
 class _StopError(Exception):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from torchtune_adaptive.cli.main import main
+from torchtune_adaptive.cli import main
 
 
 class Ended(NamedTuple):

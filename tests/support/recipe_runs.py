@@ -5,6 +5,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -149,16 +150,6 @@ def resuming_config(
     return tiny_config(kind, tiny_dir, output_dir, resume_from_checkpoint=place, **overrides)
 
 
-def stock_resuming_config(
-    kind: str, tiny_dir: Path, output_dir: Path, *, epochs_run: int, **overrides: Any
-) -> DictConfig:
-    """As ``tiny_config``, for a stock recipe that resumes after ``epochs_run`` epochs, with file names set manually."""
-    cfg = tiny_config(kind, tiny_dir, output_dir, resume_from_checkpoint=True, **overrides)
-    if kind.startswith("full"):  # LoRA's adapters are found by torchtune, beside the base that they were trained on
-        cfg.checkpointer.checkpoint_files = [f"epoch_{epochs_run - 1}/model-00001-of-00001.bin"]
-    return cfg
-
-
 def adaptive_recipe(kind: str) -> type:
     """The adaptive recipe class of ``RECIPES``."""
     module, name = RECIPES[kind]
@@ -241,25 +232,16 @@ def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def metered_loop(recipe: Any) -> Loop:
-    """The loop of the recipe's own train step, with an exact meter."""
-    models, policy = recipe.models(), recipe.optimizer_policy()
-    meter = meter_for(recipe._device, torch.nn.ModuleList(models), policy.optimizers)
-    step = TrainStep(
-        models,
-        recipe.objective(as_stock=True),
-        policy,
-        collate=recipe._dataloader.collate_fn,
-        device=recipe._device,
-        phases=Phases(models, meter),
-        meter=meter,
-    )
-    return step.loop(recipe._consensus)
+def loop_of(recipe: Any, *, is_metered: bool = True) -> Loop:
+    """The loop of the train step of a recipe that is set up, with an exact meter of its own or with none."""
+    step: TrainStep = recipe.trainer.step
+    meter = meter_for(step.device, torch.nn.ModuleList(step.models), step.policy.optimizers) if is_metered else None
+    return replace(step, phases=Phases(step.models, meter), meter=meter).loop(recipe._consensus)
 
 
 def metered_peaks(recipe: Any, row: Any, sizes: Sequence[int], *, micro_steps: int = 1) -> list[int]:
     """The peaks of whole steps of each of ``sizes`` times ``row``. The first step also makes the optimizers' state."""
-    loop, peaks = metered_loop(recipe), []
+    loop, peaks = loop_of(recipe), []
     meter = loop.meter_for_probes()
     for size in sizes:
         meter.reset()

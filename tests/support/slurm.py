@@ -14,7 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.crash_runs import LONGEST_WAIT_S, REPOSITORY, Run, Setup
+from tests.support.checkout import REPOSITORY
+from tests.support.crash_runs import LONGEST_WAIT_S, Run, Setup
 
 SCRIPT = REPOSITORY / "examples" / "slurm" / "train.sbatch"
 NODES = ("n1", "n2")
@@ -116,7 +117,6 @@ class Job(Run):
         command = ["sbatch", "--parsable", f"--output={self._output_path}", *options, str(SCRIPT), *self._arguments]
         done = subprocess.run(command, cwd=directory, env=self._environment, capture_output=True, text=True, check=True)
         self.number = done.stdout.strip()
-        self.done_before = 0  # the last step before the present start
 
     @property
     def fields(self) -> dict[str, str]:
@@ -157,7 +157,7 @@ class Job(Run):
         self.update("starttime=now")  # else Slurm waits for two minutes
         following = self._steps_path.with_name("steps_1.jsonl")
         self._wait_until(following.exists)
-        self.done_before, self._steps_path = self.step, following
+        self._steps_path = following
 
     def _wait_until(self, condition: Callable[[], object]) -> None:
         def is_so_or_failed() -> bool:

@@ -25,26 +25,12 @@ class Outcome:
     Attributes:
         states: the job's, one after the other; the last with its exit status and signal.
         resumed_from: the checkpoint, or "the beginning".
-        done: the last optimizer step before; 0 if the run was not disturbed.
         difference: from the undisturbed run; "" if there is none.
     """
 
-    scenario: str
-    command: str
     states: str
     resumed_from: str
-    done: int
     difference: str
-
-    @property
-    def repeated_steps(self) -> int:
-        """Optimizer steps that were done twice."""
-        return self.done - int(self.resumed_from.rpartition("_")[2]) if self.done else 0
-
-    @property
-    def progress(self) -> list[str]:
-        """Cells of the table."""
-        return [str(self.done), self.resumed_from, str(self.repeated_steps)] if self.done else ["", "", ""]
 
 
 class Scenarios:
@@ -61,19 +47,19 @@ class Scenarios:
 
     def one_node(self) -> Outcome:
         """Not disturbed."""
-        return self._at_the_end(self._job(ONE_NODE), "one node", "sbatch train.sbatch ...")
+        return self._at_the_end(self._job(ONE_NODE))
 
     def two_nodes(self) -> Outcome:
         """Not disturbed; the figures are those of two ranks on one node."""
-        return self._at_the_end(self._job(TWO_NODES), "two nodes", "sbatch --nodes=2 train.sbatch ...")
+        return self._at_the_end(self._job(TWO_NODES))
 
     def requeued(self) -> Outcome:
         """As a job with a higher priority does it."""
-        return self._requeued(ONE_NODE, "one node, requeued")
+        return self._requeued(ONE_NODE)
 
     def requeued_on_two_nodes(self) -> Outcome:
         """Both launchers get the signal, and all ranks save."""
-        return self._requeued(TWO_NODES, "two nodes, requeued")
+        return self._requeued(TWO_NODES)
 
     def signal_before_the_limit(self) -> Outcome:
         """The script passes the signal on, and puts the job back into the queue."""
@@ -83,7 +69,7 @@ class Scenarios:
         job.update("timelimit=UNLIMITED")
         job.release(HOLD)
         job.wait_for_restart()
-        return self._at_the_end(job, "two nodes, 120 s before the time limit", "#SBATCH --signal=B:TERM@120")
+        return self._at_the_end(job)
 
     def step_too_long(self) -> Outcome:
         """torchrun kills ranks that do not save in time; the job goes back into the queue."""
@@ -93,7 +79,7 @@ class Scenarios:
         job.wait_for_words(_SIGNALLED)
         job.update("timelimit=UNLIMITED")
         job.wait_for_restart()
-        return self._at_the_end(job, "one node, time limit near in too long a step", "#SBATCH --signal=B:TERM@120")
+        return self._at_the_end(job)
 
     def node_down(self) -> Outcome:
         """Slurm puts the job back into the queue until both nodes are there again."""
@@ -102,7 +88,7 @@ class Scenarios:
         job.wait_for("PENDING")
         said_by("scontrol", "update", "nodename=n2", "state=resume")
         job.wait_for_restart()
-        return self._at_the_end(job, "two nodes, one set down", "scontrol update nodename=n2 state=down")
+        return self._at_the_end(job)
 
     def cancelled(self) -> Outcome:
         """The run saves, and the job does not come back; a new job continues."""
@@ -111,7 +97,7 @@ class Scenarios:
         job.wait_for_words(_SIGNALLED)
         job.release(HOLD)
         job.wait_for("CANCELLED")
-        return self._continued(job, "one node, cancelled", "scancel; sbatch again")
+        return self._continued(job)
 
     def out_of_memory(self) -> Outcome:
         """A rank of one node runs out of memory in the middle, and both run the step again."""
@@ -122,15 +108,15 @@ class Scenarios:
             job.wait_for("COMPLETED")
         assert job.steps[-1]["oom_retries"] == 1, job.output
         reference = Reference(alone.steps, last_weights(alone.out, _SETUP.epochs), _SETUP.epochs)
-        return self._at_the_end(job, "two nodes, a rank out of memory", "a fault in step 6", reference)
+        return self._at_the_end(job, reference)
 
-    def _requeued(self, options: list[str], scenario: str) -> Outcome:
+    def _requeued(self, options: list[str]) -> Outcome:
         job = self._held(options)
         said_by("scontrol", "requeue", job.number)
         job.wait_for_words(_SIGNALLED)
         job.release(HOLD)
         job.wait_for_restart()
-        return self._at_the_end(job, scenario, "scontrol requeue")
+        return self._at_the_end(job)
 
     def _new_directory(self) -> Path:
         return self._directory / f"run_{len(list(self._directory.iterdir()))}"
@@ -143,19 +129,17 @@ class Scenarios:
         job.wait_for_step(HOLD)
         return job
 
-    def _continued(self, job: Job, scenario: str, command: str) -> Outcome:
+    def _continued(self, job: Job) -> Outcome:
         """The outcome of a new job in the place of one that has ended."""
-        state, done = job.state, job.step
-        again = Job(_SETUP, self._assets, job.out.parent, options=ONE_NODE)
-        outcome = self._at_the_end(again, scenario, command)
-        return replace(outcome, states=f"{state}, then {outcome.states}", done=done)
+        state = job.state
+        outcome = self._at_the_end(Job(_SETUP, self._assets, job.out.parent, options=ONE_NODE))
+        return replace(outcome, states=f"{state}, then {outcome.states}")
 
-    def _at_the_end(self, job: Job, scenario: str, command: str, reference: Reference | None = None) -> Outcome:
+    def _at_the_end(self, job: Job, reference: Reference | None = None) -> Outcome:
         job.wait_for("COMPLETED")
         fields = job.fields
         states = "REQUEUED, then " * int(fields["Restarts"]) + f"COMPLETED, {fields['ExitCode']}"
-        difference = (reference or self.reference).difference(job)
-        return Outcome(scenario, command, states, job.resumed_from, job.done_before, difference)
+        return Outcome(states, job.resumed_from, (reference or self.reference).difference(job))
 
 
 SCENARIOS = [

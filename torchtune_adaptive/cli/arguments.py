@@ -30,19 +30,11 @@ def program(arguments: Sequence[str]) -> Iterator[None]:
     escape_unknown_characters()
     try:
         require_working_directory()
-        with reader_may_stop():
-            yield
-    except InputError as error:
-        sys.exit(f"{' '.join([PROGRAM, *arguments[:1]])}: {error}")
-
-
-@contextmanager
-def reader_may_stop() -> Iterator[None]:
-    """Context: if the reader of the output stops early, such as `head`, this is no error."""
-    try:
         yield
         print(end="", flush=True)
-    except BrokenPipeError:
+    except InputError as error:
+        sys.exit(f"{' '.join([PROGRAM, *arguments[:1]])}: {error}")
+    except BrokenPipeError:  # the reader of the output has stopped early, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
 
 
@@ -51,17 +43,17 @@ def integers(name: str, text: str) -> list[int]:
     return [integer(name, part) for part in text.split(",")]
 
 
-def integer(name: str, text: str, *, minimum: int = 1) -> int:
+def integer(name: str, text: str) -> int:
     """The number in ``text``.
 
     Raises:
-        InputError: ``text`` is not an integer, or is below ``minimum``. The message calls the value ``name``.
+        InputError: ``text`` is not an integer, or is below 1. The message calls the value ``name``.
     """
     try:
         value: object = int(text)
     except ValueError:
         value = text  # the check below refuses it and quotes it
-    return require_integer(name, value, minimum=minimum)
+    return require_integer(name, value, minimum=1)
 
 
 def missing_memory() -> InputError:

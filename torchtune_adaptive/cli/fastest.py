@@ -66,7 +66,8 @@ def run_fastest(arguments: Sequence[str]) -> None:
     from torchtune_adaptive.fastest.climb import Climb, Outcome, summary  # torch takes seconds to import
     from torchtune_adaptive.fastest.set_up import SetUps
 
-    samples = settings.global_batch_size or _samples(whole, ranks=data_parallel_ranks(whole, ranks))
+    rows, micro_steps = whole.get("batch_size", 1), whole.get("gradient_accumulation_steps", 1)
+    samples = settings.global_batch_size or rows * micro_steps * data_parallel_ranks(whole, ranks)
     set_ups = SetUps(torchrun_options, recipe, cfg, samples, path.parent)
 
     def measure(words: str, values: Mapping[str, Any]) -> Outcome:
@@ -188,11 +189,6 @@ def _ranks(torchrun_options: Sequence[str], recipe: str) -> int:
         return determine_local_world_size(options.nproc_per_node)
     except ValueError as error:
         raise InputError(f"`--nproc_per_node` {quote(options.nproc_per_node)} is no number of ranks.") from error
-
-
-def _samples(cfg: DictConfig, *, ranks: int) -> int:
-    """Samples of an optimizer step by torchtune's own keys."""
-    return cfg.get("batch_size", 1) * cfg.get("gradient_accumulation_steps", 1) * ranks
 
 
 def _hint(cfg: DictConfig) -> str:

@@ -8,7 +8,7 @@ from torchtune_adaptive.files import check_writable, write_atomically, writing
 from torchtune_adaptive.report.pictures import pictures
 from torchtune_adaptive.report.read import read_run
 from torchtune_adaptive.report.story import story_text
-from torchtune_adaptive.report.style import INSTALL
+from torchtune_adaptive.report.style import INSTALL, svg_of
 
 
 def add_report(commands: Commands) -> None:
@@ -35,9 +35,9 @@ def _report(arguments: argparse.Namespace) -> None:
         return
     print()
     folder = arguments.to or arguments.output_dir
-    for picture in pictures(run):
-        path = folder / f"{picture.name}.svg"
+    for name, draw in pictures(run).items():
+        path = folder / f"{name}.svg"
         with writing("--to", path):
             check_writable(path)  # before seconds are spent on drawing
-            write_atomically(path, picture.svg())
+            write_atomically(path, svg_of(draw))
         print(f"Written to {path}")

@@ -13,6 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from torchtune_adaptive.engine.search.strategies import SearchResult
+from torchtune_adaptive.engine.search.timing import Timing
 from torchtune_adaptive.errors import NOTHING_FITS_ADVICE
 from torchtune_adaptive.fastest.climb import Outcome
 from torchtune_adaptive.files import write_atomically
@@ -68,7 +70,8 @@ class SetUps:
             why_not = self._why(folder)
             return replace(outcome, why_not=why_not, is_short_of_memory=NOTHING_FITS_ADVICE in why_not)
         self._folders[words] = folder
-        return _with_search(outcome, read_run(folder).searches[-1])
+        search = self.search_of(words)
+        return with_search(outcome, search.result, search.timings)
 
     def search_of(self, words: str) -> Search:
         """The search of a set-up that was measured."""
@@ -93,21 +96,20 @@ class SetUps:
         return (sentences[-1] if sentences else last).rstrip(".")
 
 
-def _with_search(outcome: Outcome, search: Search) -> Outcome:
-    result = search.result
-    peaks = [probe.peak_bytes for probe in result.probes if probe.fits]
+def with_search(outcome: Outcome, result: SearchResult, timings: Mapping[str, Timing]) -> Outcome:
+    """The outcome, with what its search has found and timed."""
     return replace(
         outcome,
-        timings=search.timings,
+        timings=timings,
         is_short_of_memory=result.exact_batch_size < result.bound,
-        peak_bytes=max(peaks, default=0),
+        peak_bytes=max((probe.peak_bytes for probe in result.probes if probe.fits), default=0),
         found=result.exact_batch_size,
     )
 
 
 def _run(arguments: Sequence[str], log: Any) -> int:
     """Run a search in a process of its own, which ends with this one: its exit status."""
-    command = [sys.executable, "-m", "torchtune_adaptive.cli.main", "search", *arguments]
+    command = [sys.executable, "-m", "torchtune_adaptive.cli", "search", *arguments]
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         return process.wait()

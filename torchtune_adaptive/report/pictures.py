@@ -1,7 +1,6 @@
 """The pictures of a run, drawn by matplotlib."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.engine.search.tables import rounding_text
 from torchtune_adaptive.report.read import OUT_OF_MEMORY, THRASHING, Run, Search
-from torchtune_adaptive.report.style import BLUE, GREEN, GREY, INK, ORANGE, PINK, RED, SOFT, svg_of
+from torchtune_adaptive.report.style import BLUE, GREEN, GREY, INK, ORANGE, PINK, RED, SOFT
 from torchtune_adaptive.text import byte_unit, format_bytes
 
 if TYPE_CHECKING:
@@ -40,32 +39,18 @@ _TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A picture.
+def pictures(run: Run) -> dict[str, Callable[[], "Figure"]]:
+    """By its name what draws each picture for which there are figures: of searches, and of the optimizer steps.
 
-    Attributes:
-        name: of its file, without the ending.
-        draw: makes the figure.
+    They need matplotlib.
     """
-
-    name: str
-    draw: Callable[[], "Figure"]
-
-    def svg(self) -> str:
-        """As SVG, with text that stays text."""
-        return svg_of(self.draw)
-
-
-def pictures(run: Run) -> list[Picture]:
-    """The pictures that there are figures for: of each search, and of the optimizer steps. They need matplotlib."""
-    found = []
+    found: dict[str, Callable[[], Figure]] = {}
     for search in run.searches:
         if search.result.probes:
             name = f"report_search_{search.of}" if search.of else "report_search"
-            found.append(Picture(name, partial(_search_figure, search)))
+            found[name] = partial(_search_figure, search)
     if run.steps:
-        found.append(Picture("report_steps", partial(_steps_figure, run)))
+        found["report_steps"] = partial(_steps_figure, run)
     return found
 
 

@@ -11,7 +11,6 @@ from torchtune_adaptive.engine.search.timing import Timing
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.training.run_log import LOG_NAME, SEARCH, SEARCH_ONLY
 
-_NUMBERS = (int, float)
 OUT_OF_MEMORY, THRASHING = "out of memory", "thrashing"
 
 
@@ -50,7 +49,7 @@ class Run:
 
     def column(self, name: str) -> list[tuple[int, float]]:
         """The figure ``name`` of each logged step that has it, with the step's number."""
-        return [(one["step"], one[name]) for one in self.steps if isinstance(one.get(name), _NUMBERS)]
+        return [(one["step"], one[name]) for one in self.steps if isinstance(one.get(name), int | float)]
 
     def of_kind(self, *names: str) -> list[Mapping[str, Any]]:
         """The events of these names."""

@@ -2,8 +2,8 @@
 
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from benchmarks.on_gpu.nccl.tensor_parallel import TensorParallel
 from benchmarks.on_gpu.stage import Section, Stage
 from tests.support.faults import same_bits
 from tests.support.recovery_trials import Case, Trials
-from torchtune_adaptive.engine.recovery.watch import MemoryEvent
 
 HEADER = ["training", "ranks", "without memory in", "what happened", "micro-batches", "tensors that differ", "left"]
 HEADER += ["seconds"]
@@ -23,35 +22,16 @@ FAILING_RANK = 1
 _ERROR_CHARS = 110
 
 
-class Trainee(Protocol):
-    """Two optimizer steps that always start from the same state."""
-
-    @property
-    def events(self) -> Sequence[MemoryEvent]:
-        """What happened in the last run."""
-        ...
-
-    @property
-    def left(self) -> Sequence[str]:
-        """What a failed attempt has left behind."""
-        ...
-
-    @property
-    def faulty(self) -> int:
-        """The micro-step that gets the fault."""
-        ...
-
-    def run(self, rows: int, faults: Any = None) -> tuple[list[int], list[torch.Tensor]]:
-        """The rows of the micro-batches of both steps, and the final state. Faults are by micro-step of the first."""
-        ...
-
-
 class OwnTrials(Trials):
     """``Trials`` whose last micro-step gets the fault."""
 
     @property
     def faulty(self) -> int:
+        """The number of that micro-step."""
         return self.case.accumulation - 1
+
+
+Trainee: TypeAlias = OwnTrials | TensorParallel
 
 
 def trainees(ranks: int) -> dict[str, Callable[[], Trainee]]:
@@ -95,7 +75,8 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
 def _trial(stage: Stage, trainee: Trainee, phase: str, expected: list[torch.Tensor]) -> list[dict[str, Any]]:
     """What each rank has seen. A collective."""
     started = time.perf_counter()
-    taken, state = trainee.run(ROWS, {trainee.faulty: shortage(phase, rank=FAILING_RANK, device=stage.device)})
+    faults: Any = {trainee.faulty: shortage(phase, rank=FAILING_RANK, device=stage.device)}
+    taken, state = trainee.run(ROWS, faults)
     differ = [not same_bits([one], [other]) for one, other in zip(state, expected, strict=True)]
     first = next(iter(trainee.events), None)
     happened = "nothing" if first is None else f"{first.ranks} in {first.phase}: {first.error}"

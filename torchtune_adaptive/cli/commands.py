@@ -1,17 +1,14 @@
-"""``tune-adaptive``: what fits on a GPU, by a plan or a search, and what happened in a run."""
+"""The parser of ``tune-adaptive``, and which function runs a command."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import NoReturn
 
 import torchtune_adaptive
-from torchtune_adaptive.cli.arguments import PROGRAM, program
+from torchtune_adaptive.cli.arguments import PROGRAM
 from torchtune_adaptive.cli.cp import add_cp
 from torchtune_adaptive.cli.fastest import add_fastest, run_fastest
 from torchtune_adaptive.cli.plan import add_plan
-from torchtune_adaptive.cli.plan_hugging_face import names_model, plan_model
 from torchtune_adaptive.cli.report import add_report
 from torchtune_adaptive.cli.search import add_search, run_search
 from torchtune_adaptive.settings import named_by_path
@@ -24,20 +21,18 @@ exit status:
   2   the command line is wrong"""
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the program. A refused value ends it with one sentence on standard error and status 1."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    with program(given), named_by_path():
-        if names_model(given):
-            plan_model(given[1:])
-        elif given[:1] in (["search"], ["fastest"]) and {"-h", "--help"}.isdisjoint(given):
-            (run_search if given[0] == "search" else run_fastest)(given[1:])  # torchtune's own parser reads the rest
-        else:
-            _run(given)
-    sys.exit(0)
+@named_by_path()
+def run(arguments: Sequence[str]) -> None:
+    """Run the command that the program's arguments name.
 
-
-def _run(arguments: Sequence[str]) -> None:
+    Raises:
+        InputError: a value is refused.
+        SystemExit: the command line is wrong, help was asked for, or a search has ended the program.
+    """
+    launching = {"search": run_search, "fastest": run_fastest}  # whose arguments torchtune's own parser reads
+    if arguments and arguments[0] in launching and {"-h", "--help"}.isdisjoint(arguments):
+        launching[arguments[0]](arguments[1:])
+        return
     parser = _parser()
     parsed, others = parser.parse_known_args(arguments)  # overrides may stand anywhere, as for `tune run`
     if others and ("overrides" not in parsed or any(other.startswith("-") for other in others)):
@@ -53,16 +48,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=_versions())
+    versions = f"torchtune {version('torchtune')}, torch {version('torch')}"
+    parser.add_argument(
+        "--version", action="version", version=f"{PROGRAM} {torchtune_adaptive.__version__} ({versions})"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for add_command in (add_plan, add_search, add_fastest, add_report, add_cp):
         add_command(commands)
     return parser
-
-
-def _versions() -> str:
-    return f"{PROGRAM} {torchtune_adaptive.__version__} (torchtune {version('torchtune')}, torch {version('torch')})"
-
-
-if __name__ == "__main__":
-    main()

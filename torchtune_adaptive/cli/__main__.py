@@ -1,0 +1,5 @@
+"""``python -m torchtune_adaptive.cli``."""
+
+from torchtune_adaptive.cli import main
+
+main()
