@@ -1,10 +1,11 @@
 """After an error, examples train as if that step had started with smaller micro-batches, and as their libraries do."""
 
 import contextlib
-import io
 import itertools
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from examples import fsdp2_loop, titan_style
+from tests.support.checkout import environment
 from tests.support.faults import same_bits
 from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import MemoryEvent, RecoverableStep
 from torchtune_adaptive.engine.memory.operations import plain_parts
 from torchtune_adaptive.engine.recovery.micro_batches import Slices
+from torchtune_adaptive.engine.search.any_loop import SearchResult
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 
 # `transformers` takes seconds to import: only the ranks that use it import it.
@@ -207,22 +210,15 @@ def _with_transformers(rank: int, directory: Path) -> dict[str, Any]:
     with mock.patch.dict(os.environ, as_torchrun):
         results["transformers_trainer"] = _compared(partial(_by_trainer, directory / "model"))
     dist.destroy_process_group()
-    return results | (_alone(directory) if rank == 0 else {})
+    return results | ({"found": _found_with_padding()} if rank == 0 else {})
 
 
-def _alone(directory: Path) -> dict[str, Any]:
-    """Trials on one rank, after the process group is destroyed."""
-    from examples import transformers_loop, transformers_search, transformers_trainer
+def _found_with_padding() -> SearchResult:
+    """Found on one rank, after the process group is destroyed."""
+    from examples import transformers_search
 
     model = transformers_search.make_model()
-    found = transformers_search.find(model, torch.optim.AdamW(model.parameters()), "20MiB")
-    printed = io.StringIO()
-    with mock.patch("tempfile.tempdir", str(directory)), contextlib.redirect_stdout(printed):
-        for program in (fsdp2_loop, titan_style, transformers_loop, transformers_search, transformers_trainer):
-            program.main()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-    return {"found": found, "printed": printed.getvalue()}
+    return transformers_search.find(model, torch.optim.AdamW(model.parameters()), "20MiB")
 
 
 @pytest.fixture(scope="module")
@@ -287,13 +283,23 @@ def test_a_search_with_padding_finds_the_largest_batch(results: list[dict[str, A
 
 
 @pytest.mark.exhaustive
-def test_every_program_runs_as_a_script(results: list[dict[str, Any]]) -> None:
-    printed = results[0]["printed"]
-    assert printed.count("micro-batch") == 10  # five steps of each loop
-    assert printed.count("tensor(") == 5
-    assert printed.count("grad_norm") == 5
-    assert "batch size 48" in printed
-    assert "8 samples per step, at most 6 at once" in printed
+@pytest.mark.parametrize(
+    ("program", "text", "times"),
+    [
+        ("fsdp2_loop", "micro-batch", 5),
+        ("titan_style", "tensor(", 5),
+        ("transformers_loop", "micro-batch", 5),
+        ("transformers_search", "batch size 48", 1),
+        ("transformers_trainer", "8 samples per step, at most 6 at once", 1),
+    ],
+)
+def test_every_program_runs_as_a_script(program: str, text: str, times: int, tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / f"{program}.py")]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(TMPDIR=str(tmp_path)), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(text) == times
 
 
 def test_the_requirements_are_those_of_the_tests_or_older() -> None:

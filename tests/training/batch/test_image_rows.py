@@ -1,6 +1,7 @@
 """Samples with images: the largest that training can meet, and samples without images among them."""
 
 import itertools
+import re
 from functools import partial
 from typing import Any
 
@@ -148,10 +149,14 @@ def test_texts_have_the_format_of_texts_unless_they_cannot_be_collated(tokenizer
             text_or_images(rows, CROSS_ENTROPY_IGNORE_IDX, collate=padded_collate_tiled_images_and_mask)
 
 
-@pytest.mark.parametrize("encoder_input", [{"images": torch.zeros(1)}, ["images"]])
-def test_images_in_another_format_are_refused(encoder_input: Any) -> None:
+@pytest.mark.parametrize(
+    ("encoder_input", "named"),
+    [({"pixels": []}, "['pixels']"), ({"images": torch.zeros(1)}, "['images']"), (torch.zeros(1), "'Tensor'")],
+)
+def test_images_in_another_format_are_refused(encoder_input: Any, named: str) -> None:
     row = {"tokens": [1], "labels": [1], "encoder_input": encoder_input}
-    with pytest.raises(InputError, match=r"^The `encoder_input` of samples needs a list of images"):
+    sentence = f"`encoder_input` of a sample must be a dict with a list of `images`, but is {named} instead."
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
         text_or_images([row], CROSS_ENTROPY_IGNORE_IDX, collate=padded_collate_sft)
 
 

@@ -9,7 +9,7 @@ from torchtune import utils
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.progress import Bar
-from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.training.batch.row_format import Row, TokenRows, load_sample, repeated
 
 log = utils.get_logger("DEBUG")
@@ -140,9 +140,10 @@ def text_or_images(
 def _images(row: Row) -> list[torch.Tensor]:
     """The images of a sample, each as its tiles [tiles, channels, height, width]."""
     encoder_input = row["encoder_input"]
-    if not isinstance(encoder_input, dict) or not isinstance(encoder_input.get("images"), list):
+    images = encoder_input.get("images") if isinstance(encoder_input, dict) else None
+    if not isinstance(images, list):
+        names = list(encoder_input) if isinstance(encoder_input, dict) else type(encoder_input).__name__
         raise InputError(
-            "The `encoder_input` of samples needs a list of images, but that of the first one has"
-            f" {', '.join(encoder_input)}."
+            f"`encoder_input` of a sample must be a dict with a list of `images`, but is {quote(names)} instead."
         )
-    return encoder_input["images"]
+    return images
