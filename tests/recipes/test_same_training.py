@@ -26,14 +26,6 @@ WAYS: dict[str, tuple[Any, dict[tuple[int, int], Fault]]] = {
     "at once": (lambda rows: {"batch_size": rows}, {}),
     "single rows": (lambda rows: {"batch_size": 1}, {}),
     "not a multiple": (lambda rows: {"batch_size": rows // 3}, {}),
-    "stock keys": (
-        lambda rows: {
-            "batch_size": rows // 4,
-            "gradient_accumulation_steps": 4,
-            "adaptive__global_batch_size": None,
-        },
-        {},
-    ),
     "out of memory": (lambda rows: {"batch_size": rows}, {(0, 0): Fault(200, ranks=[1])}),
     "tokens, out of memory": (
         lambda rows: {"adaptive__max_tokens_per_micro_batch": 8 * 64},
