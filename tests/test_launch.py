@@ -1,5 +1,6 @@
 """A refusal is printed once per node, whichever ranks refuse; without torchrun, a launch has one process."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -98,6 +99,19 @@ def test_without_torchruns_folder_every_rank_prints_it(
     place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", place)
+    launch._say_once("a signal ended the run.")
+    launch._say_once("a signal ended the run.")
+    assert capsys.readouterr().err == "recipe: a signal ended the run.\n" * 2
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_on_a_full_disk_every_rank_prints_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
     launch._say_once("a signal ended the run.")
     launch._say_once("a signal ended the run.")
     assert capsys.readouterr().err == "recipe: a signal ended the run.\n" * 2

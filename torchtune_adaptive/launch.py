@@ -175,26 +175,29 @@ def _say_once(sentence: str) -> None:
     end a rank that is about to print. Without torchrun each process prints.
     """
     _report(sentence)
-    with _said_path().open("a+", encoding="utf-8") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        file.seek(0)
-        if not file.read():
+    with contextlib.ExitStack() as stack:
+        is_said = False
+        if path := _said_path():
+            with contextlib.suppress(OSError):  # as on a full disk: then each rank prints
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+                stack.callback(os.close, descriptor)  # which also unlocks it
+                fcntl.lockf(descriptor, fcntl.LOCK_EX)
+                is_said = bool(os.read(descriptor, 1))
+                os.write(descriptor, b"said")
+        if not is_said:
             print(f"{Path(sys.argv[0]).stem}: {sentence}", file=sys.stderr, flush=True)
-        file.write("said")
 
 
 def _is_said() -> bool:
     """Whether a rank of this node has printed a sentence."""
-    return _said_path().exists() and _said_path().stat().st_size > 0
+    path = _said_path()
+    return path is not None and path.exists() and path.stat().st_size > 0
 
 
-def _said_path() -> Path:
-    """The file that records a sentence; the null device without torchrun, which has a folder for each rank."""
+def _said_path() -> Path | None:
+    """The file that records a sentence; None without torchrun, which has a folder for each rank."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    folder = Path(error_file).parent.parent if error_file else None
-    if folder is None or not os.access(folder, os.W_OK):
-        return Path(os.devnull)
-    return folder / "torchtune_adaptive_said"
+    return Path(error_file).parent.parent / "torchtune_adaptive_said" if error_file else None
 
 
 def _report(sentence: str) -> None:
