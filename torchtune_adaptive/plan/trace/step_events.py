@@ -43,7 +43,7 @@ class StepEvents:
                 f"A batch of {batch_size} cannot be planned: its memory does not follow from that of {small} and"
                 f" {large}."
             )
-        return with_setup(whole, self.setup)
+        return with_setup(whole, self.setup) if self.setup else whole
 
     def follows(self, batch_size: int) -> bool:
         """Whether the step of ``batch_size`` rows follows from those that were traced."""
