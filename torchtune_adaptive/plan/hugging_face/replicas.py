@@ -20,7 +20,7 @@ _FIRST_BUCKET_MIB, _BUCKET_MIB = 1, 25  # by default
 
 @contextmanager
 def not_replicated() -> Iterator[dict[str, Any]]:
-    """Context: a model stays as it is where DDP would wrap it, with which a step takes no memory of its own.
+    """Context: DDP does not wrap a model. Its steps take no memory but what ``setup_of_replicas`` returns.
 
     Yields the options that DDP would have had.
     """
@@ -38,8 +38,8 @@ def not_replicated() -> Iterator[dict[str, Any]]:
 def setup_of_replicas(model: nn.Module, options: dict[str, Any]) -> Events:
     """The events of DDP's set-up for ``model``, once its weights are there.
 
-    Weights are sent in buffers. Gradients are reduced in buckets: at first in a single one, until DDP knows in which
-    order gradients come, or if some may be missing, in several at once.
+    Weights are sent in buffers. Gradients are reduced in buckets: DDP begins with a single one, and makes several once
+    it knows in which order gradients come. If some may be missing, it makes several from the start.
     """
     found = _sent([*model.parameters(), *model.buffers()])
     own_mib = options.get("bucket_cap_mb")

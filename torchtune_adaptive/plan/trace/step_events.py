@@ -20,7 +20,7 @@ class StepEvents:
             each step: the events with all layers; or with few, and with a period of layers more.
         periods: of layers that the whole model has more than the first of the traced ones.
         state_exists: the optimizer's state is there before the first step, as after a search.
-        setup: what is taken and given back once the weights are there, before the first step or the second.
+        setup: what is taken and given back a single time, after the weights: before the first step or the second.
     """
 
     seq_len: int
