@@ -31,7 +31,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     ),
     "data below one row a micro-step": (
         [SEARCH, "gradient_accumulation_steps=64", "dataset.split=train[:100]"],
-        "`dataset` has 100 samples, too few for one optimizer step (1 rows * 64 micro-steps * 2 ranks = 128 samples",
+        "`dataset` has 100 samples, too few for one optimizer step (1 row * 64 micro-steps * 2 ranks = 128 samples",
     ),
     "data set without samples": (
         ["dataset._component_=tests.support.recipe_runs.no_samples"],

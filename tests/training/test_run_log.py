@@ -118,6 +118,22 @@ def test_a_search_without_training_keeps_the_run_before_it_which_can_resume(tmp_
     assert names_in(tmp_path) == [("started", 0), (None, 1), ("resumed", 1)]
 
 
+def test_a_run_from_the_beginning_keeps_the_search_before_it(tmp_path: Path) -> None:
+    for _ in range(2):
+        begun(tmp_path, search_only=True).search(RESULT, step=0, seq_len=128)
+    for _ in range(2):  # the second, because the first was killed before its first checkpoint
+        begun(tmp_path).append(step=1)
+        assert names_in(tmp_path) == [("started", 0), ("search", 0), (None, 1)]
+        (search,) = read_run(tmp_path).searches
+        assert search.is_before
+        assert search.result == RESULT
+    begun(tmp_path, step=1)
+    assert names_in(tmp_path) == [("started", 0), ("search", 0), (None, 1), ("resumed", 1)]
+    begun(tmp_path).search(RESULT, step=0, seq_len=64)  # a run that searches itself
+    (search,) = read_run(tmp_path).searches
+    assert not search.is_before
+
+
 def test_a_file_that_cannot_be_created_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run").write_text("a file where the folder should be")
     run_log = begun(tmp_path / "run")

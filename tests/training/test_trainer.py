@@ -390,7 +390,7 @@ def test_the_batch_grows_between_epochs_and_all_that_depends_on_it_follows(
     ]
     assert decisions(caplog)[1:] == [
         reason,
-        f"batch_size 4 ({reason}): 4 rows * 1 micro-steps * 1 ranks = 4 samples per optimizer step,"
+        f"batch_size 4 ({reason}): 4 rows * 1 micro-step * 1 rank = 4 samples per optimizer step,"
         " in micro-steps of at most 2 rows per rank",
     ]
 

@@ -23,6 +23,7 @@ class Search:
         seq_len: tokens of a row; None if that is not known.
         chosen: other sizes that the search gave, by name.
         timings: by micro-batch, as in "8 rows".
+        is_before: it was made by `tune-adaptive search`, before the run started.
     """
 
     of: str
@@ -30,6 +31,7 @@ class Search:
     seq_len: int | None
     chosen: Mapping[str, int]
     timings: Mapping[str, Timing]
+    is_before: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ def _search(content: Mapping[str, Any]) -> Search:
     given |= {"probes": tuple(Probe(**probe) for probe in given["probes"])}
     given |= {"forecast": tuple(map(tuple, given.get("forecast", ())))}
     timings = {size: Timing(tuple(one["seconds"]), one["num_tokens"]) for size, one in content["timings"].items()}
-    return Search(content["of"], SearchResult(**given), content.get("seq_len"), content["chosen"], timings)
+    is_before = content.get("before", False)
+    return Search(content["of"], SearchResult(**given), content.get("seq_len"), content["chosen"], timings, is_before)
 
 
 def _whole_lines(text: str) -> list[dict[str, Any]]:

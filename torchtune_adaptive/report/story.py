@@ -65,7 +65,8 @@ def _search(search: Search) -> Section:
     if search.timings:
         rates = ", ".join(f"{one.rate:,.0f} at {size}" for size, one in search.timings.items())
         lines.append(f"Tokens per second by micro-batch: {rates}.")
-    return Section(f"Search: {search.of}" if search.of else "Search", lines, probe_table(result))
+    title = "Search before the run" if search.is_before else "Search"
+    return Section(f"{title}: {search.of}" if search.of else title, lines, probe_table(result))
 
 
 def _sizes(run: Run) -> Iterator[str]:

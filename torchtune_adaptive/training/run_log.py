@@ -7,7 +7,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,15 @@ class RunLog:
     def begin(self, *, step: int, run: str = "", search_only: bool = False, **values: Any) -> None:
         """Append the start of the run with the id ``run`` after ``step`` optimizer steps, with ``values``.
 
-        Later lines are dropped, because their steps are trained again; at step 0 and those of another run all are. A
-        run that ends after its search (``search_only``) keeps the lines of the run before it.
+        Later lines are dropped, because their steps are trained again; at step 0 and those of another run all are, but
+        for the search that ended without training (``search_only``) just before. Such a search keeps the lines of the
+        run before it.
         """
         if not self._writes:
             return
         try:
             kept = _lines_up_to(math.inf if search_only else step, self.path) if step or search_only else []
+            searched = [] if step or search_only else _search_before(self.path)
             if kept and not search_only and json.loads(kept[0]).get("run", "") != run:
                 kept = []
             write_atomically(self.path, "".join(f"{line}\n" for line in kept))
@@ -67,6 +69,8 @@ class RunLog:
         self.append(
             event=SEARCH_ONLY if search_only else "resumed" if step else "started", step=step, run=run, **values
         )
+        for search in searched:
+            self.append(**search | {"before": True})
 
     def search(
         self,
@@ -132,14 +136,37 @@ def _lines_up_to(step: float, path: Path) -> list[str]:
         OSError: it cannot be read.
     """
     kept: list[str] = []
+    for line, values in _whole_lines(path):
+        if values.get("event") == SEARCH_ONLY:
+            break
+        if values["step"] <= step:
+            kept.append(line)
+    return kept
+
+
+def _search_before(path: Path) -> list[dict[str, Any]]:
+    """The results in ``path`` of the last search without training, also if a run has been started since.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found: list[dict[str, Any]] = []
+    is_alone = False
+    for _, values in _whole_lines(path):
+        if values.get("event") == SEARCH_ONLY:
+            found, is_alone = [], True
+        elif values.get("event") == SEARCH and (is_alone or values.get("before")):
+            found.append(values)
+    return found
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line of ``path`` and its values; none if it is not there."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             values = json.loads(line)
-            is_kept = values["step"] <= step
+            has_step = isinstance(values["step"], int)
         except (ValueError, TypeError, KeyError):
             continue  # cut short by a crash
-        if values.get("event") == SEARCH_ONLY:
-            break
-        if is_kept:
-            kept.append(line)
-    return kept
+        if has_step:
+            yield line, values

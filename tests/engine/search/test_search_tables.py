@@ -67,8 +67,8 @@ def test_a_probe_that_ran_but_took_too_much_has_its_own_word() -> None:
 
 def test_the_summary_says_in_one_line_what_was_found_under_which_conditions() -> None:
     assert summary(FOUND, 128) == (
-        "binary_search: largest batch_size that fits 2 (rows of 128 tokens, limit 100.0 MiB per rank,"
+        "binary_search: largest batch_size that fits: 2 (rows of 128 tokens, limit 100.0 MiB per rank,"
         " margin 0.05, 2 ranks, 2 probes, 1 out of memory)"
     )
-    assert "fits 2, the largest size allowed (rows" in summary(replace(FOUND, bound=2), 128)
-    assert "fits 3, rounded down to 2 (rows" in summary(replace(FOUND, exact_batch_size=3), 128)
+    assert "fits: 2, the largest size allowed (rows" in summary(replace(FOUND, bound=2), 128)
+    assert "fits: 3, rounded down to 2 (rows" in summary(replace(FOUND, exact_batch_size=3), 128)

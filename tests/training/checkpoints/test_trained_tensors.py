@@ -274,7 +274,7 @@ def test_a_difference_from_the_saved_tensors_is_named_with_its_shapes(
     assert tensors.missing(metadata(saved)) == sentence
 
 
-@pytest.mark.parametrize(("saved_ranks", "sentence"), [(1, "the optimizer's state is of 1 ranks"), (2, "")])
+@pytest.mark.parametrize(("saved_ranks", "sentence"), [(1, "the optimizer's state is of 1 rank"), (2, "")])
 def test_state_of_each_rank_alone_fits_only_the_same_number_of_ranks(saved_ranks: int, sentence: str) -> None:
     model = Model()
     tensors = trained(model, torch.optim.SGD(model.parameters()), ranks=2)

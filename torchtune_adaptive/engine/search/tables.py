@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torchtune_adaptive.engine.search.strategies import FAILURES, Probe, SearchResult
 from torchtune_adaptive.engine.search.timing import Key, Timing
-from torchtune_adaptive.text import format_bytes, text_table
+from torchtune_adaptive.text import count_text, format_bytes, text_table
 
 
 def probe_table(result: SearchResult) -> str:
@@ -49,9 +49,9 @@ def summary(result: SearchResult, seq_len: int) -> str:
     """The sizes found and the conditions of the search, in one line."""
     bounded = ", the largest size allowed" if result.exact_batch_size == result.bound else ""
     return (
-        f"{result.strategy}: largest batch_size that fits {result.exact_batch_size}{bounded}{rounding_text(result)}"
-        f" (rows of {seq_len} tokens, limit {format_bytes(result.memory_limit_bytes)} per rank,"
-        f" margin {result.margin:g}, {result.world_size} ranks, {len(result.probes)} probes,"
+        f"{result.strategy}: largest batch_size that fits: {result.exact_batch_size}{bounded}{rounding_text(result)}"
+        f" (rows of {seq_len} tokens, limit {format_bytes(result.memory_limit_bytes)} per rank, margin {result.margin:g},"
+        f" {count_text(result.world_size, 'rank')}, {count_text(len(result.probes), 'probe')},"
         f" {failures_text(result.probes)})"
     )
 

@@ -10,6 +10,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.text import count_text
 from torchtune_adaptive.training.batch.rank_shares import (
     check_samples_per_step,
     largest_share,
@@ -178,8 +179,8 @@ class StepLoader:
     def describe(self, batch_size: int) -> str:
         """The size of an optimizer step as arithmetic, for the log."""
         return (
-            f"{batch_size} rows * {self.micro_steps} micro-steps * {self.ranks} ranks"
-            f" = {self.samples_per_step_at(batch_size)} samples per optimizer step"
+            f"{count_text(batch_size, 'row')} * {count_text(self.micro_steps, 'micro-step')}"
+            f" * {count_text(self.ranks, 'rank')} = {self.samples_per_step_at(batch_size)} samples per optimizer step"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,7 +281,7 @@ class GlobalStepLoader(StepLoader):
         return batch_size
 
     def describe(self, batch_size: int) -> str:
-        return f"{batch_size} samples per optimizer step on {self.ranks} ranks"
+        return f"{batch_size} samples per optimizer step on {count_text(self.ranks, 'rank')}"
 
     def _rows_of_rank(self, batch_size: int) -> int:
         self._sampler.samples_per_step = batch_size

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtune_adaptive.engine.memory.operations import local_part
+from torchtune_adaptive.text import count_text
 
 # By activation checkpointing and compilation.
 _WRAPPERS = re.compile(r"(\.|^)(_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
@@ -82,7 +83,11 @@ class TrainedTensors:
                 was, now = _describe(theirs.get(name)), _describe(mine.get(name))
                 return f"{name.removeprefix('model/')} was {was} and is {now}"
         ranks = {parts[3] for parts in (name.split("/") for name in saved) if len(parts) == 4}
-        return f"the optimizer's state is of {len(ranks)} ranks" if len(ranks) not in (0, self._ranks) else ""
+        return (
+            f"the optimizer's state is of {count_text(len(ranks), 'rank')}"
+            if len(ranks) not in (0, self._ranks)
+            else ""
+        )
 
     def allocate(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """As ``tensors``, with new optimizer state of the saved shapes, to be filled. Existing state is dropped.
