@@ -50,9 +50,9 @@ def summary(result: SearchResult, seq_len: int) -> str:
     bounded = ", the largest size allowed" if result.exact_batch_size == result.bound else ""
     return (
         f"{result.strategy}: largest batch_size that fits: {result.exact_batch_size}{bounded}{rounding_text(result)}"
-        f" (rows of {seq_len} tokens, limit {format_bytes(result.memory_limit_bytes)} per rank, margin {result.margin:g},"
-        f" {count_text(result.world_size, 'rank')}, {count_text(len(result.probes), 'probe')},"
-        f" {failures_text(result.probes)})"
+        f" (rows of {seq_len} tokens, limit {format_bytes(result.memory_limit_bytes)} per rank,"
+        f" margin {result.margin:g}, {count_text(result.world_size, 'rank')},"
+        f" {count_text(len(result.probes), 'probe')}, {failures_text(result.probes)})"
     )
 
 
