@@ -3,8 +3,9 @@
     .venv-simulated-gpu/bin/python -m benchmarks.trainer_accuracy --output FILE
 
 Plans the runs of ``CASES``, and trains them for three steps on a GPU, by default a simulated one, with random weights.
-Needs transformers, TRL, peft and accelerate. Kernels of Triton do nothing in both, as a simulated GPU has none. Pairs
-are left out: which tokens their loss is of depends on values, which it has not either.
+Needs transformers, TRL, peft, accelerate and bitsandbytes. Kernels of Triton do nothing in both, as a simulated GPU has
+none; nor do those of bitsandbytes in a training. Batches of pairs are small: which tokens their loss is of depends on
+values, which a simulated GPU has of small tensors only.
 """
 
 import importlib
@@ -77,6 +78,8 @@ class Case:
 
 _BF16 = {"dtype": "bfloat16"}
 _LORA = _BF16 | {"use_peft": True}
+_QLORA = _LORA | {"load_in_4bit": True}
+_PAIRS: dict[str, Any] = {"seq_len": 512, "sizes": (1, 3, 8)}
 CASES = {
     "SFT": Case(),
     "SFT, weights in bfloat16": Case(keys=_BF16),
@@ -98,6 +101,15 @@ CASES = {
     "SFT, LoRA, DDP on 2 ranks": Case(keys=_LORA, ranks=2),
     "SFT, LoRA, no checkpointing, DDP on 2 ranks": Case(keys=_LORA | {"gradient_checkpointing": False}, ranks=2),
     "SFT, DDP on 2 ranks": Case(keys=_BF16, ranks=2),
+    "DPO": Case(trainer="dpo", keys=_BF16, **_PAIRS),
+    "DPO, LoRA": Case(trainer="dpo", keys=_LORA, **_PAIRS),
+    "DPO, LoRA, reference before training": Case(
+        trainer="dpo", keys=_LORA | {"precompute_ref_log_probs": True}, **_PAIRS
+    ),
+    "SFT, QLoRA": Case(keys=_QLORA),
+    "SFT, QLoRA on all layers": Case(keys=_QLORA | {"lora_target_modules": "all-linear", "use_bnb_nested_quant": True}),
+    "SFT, QLoRA, no checkpointing": Case(keys=_QLORA | {"gradient_checkpointing": False}, sizes=(1, 3, 8)),
+    "SFT, 8-bit AdamW": Case(keys=_BF16 | {"optim": "adamw_8bit"}),
     "SFT, FSDP2 on 2 ranks": Case(keys={"fsdp": True}, ranks=2),
     "SFT, LoRA, FSDP2 on 2 ranks": Case(keys=_LORA | {"fsdp": True}, ranks=2),
 }
@@ -121,13 +133,14 @@ def _measured(case: Case, folder: Path, rows: int) -> list[int]:
     """The same of a real training, whose batch has so many rows."""
     import datasets
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, TrainerCallback
+    from transformers import HfArgumentParser, TrainerCallback
 
     from torchtune_adaptive.plan.hugging_face import run as of_plan
     from torchtune_adaptive.plan.hugging_face.kernels import kernels_do_nothing
 
     if case.by_ddp:
         _be_one_of(case.ranks)
+    _import_bitsandbytes()
     run = _run(case, folder)
     classes = run.classes
 
@@ -142,18 +155,21 @@ def _measured(case: Case, folder: Path, rows: int) -> list[int]:
     parser = HfArgumentParser(classes.arguments)
     parser.set_defaults(**keys)
     (arguments,) = parser.parse_args_into_dataclasses(args=[])
-    config = AutoConfig.from_pretrained(folder)
-    config.use_cache = False
-    with torch.device("cpu" if keys.get("fsdp") else "cuda"):  # FSDP2 moves its shards
-        model = AutoModelForCausalLM.from_config(config, dtype=run.model.dtype)
-    torch.cuda.empty_cache()  # tied weights were two tensors at first, which a checkpoint's are not
     num_rows = 64 * rows * case.ranks
     options: dict[str, Any] = {}
+    model = _loaded(run, "cpu" if keys.get("fsdp") else "cuda")  # FSDP2 moves its shards
     if case.trainer == "transformers":
         row = {name: [0] * case.seq_len for name in ("input_ids", "labels")} | {"attention_mask": [1] * case.seq_len}
         options["train_dataset"] = datasets.Dataset.from_list([row] * num_rows)
-    else:
+    elif case.trainer == "sft":
         options["train_dataset"] = datasets.Dataset.from_list([{"input_ids": [0] * case.seq_len}] * num_rows)
+    else:
+        answer = [0] * (case.seq_len - 1)
+        pair = {"prompt_ids": [0], "chosen_ids": answer, "rejected_ids": answer}
+        options["train_dataset"] = datasets.Dataset.from_list([pair] * num_rows)
+        classes.trainer._prepare_dataset = lambda _, dataset, *__: dataset
+        if not run.run_keys.model.use_peft:
+            options["ref_model"] = _loaded(run, "cuda")
     if case.trainer != "transformers":
         options |= {"processing_class": of_plan._tokenizer(), "peft_config": run.adapters}
     with of_plan._without_torchao():
@@ -164,6 +180,58 @@ def _measured(case: Case, folder: Path, rows: int) -> list[int]:
     with kernels_do_nothing(), full_rows:
         trainer.train()
     return [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+
+
+def _loaded(run: Any, device: str) -> Any:
+    """The model of a run, as transformers loads it from a checkpoint."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(run.path)
+    config.use_cache = False
+    if not run.run_keys.model.load_in_4bit:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=run.model.dtype)
+        torch.cuda.empty_cache()  # tied weights were two tensors at first, which a checkpoint's are not
+        return model
+    from transformers import BitsAndBytesConfig
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=run.model.dtype)
+    own = {name: one for name, one in model.state_dict().items() if name != "lm_head.weight"}  # which is tied
+    tensors = {name: torch.zeros_like(one, device="cpu") for name, one in own.items()}
+    model.save_pretrained(run.path, state_dict=tensors)
+    keys = run.run_keys.model
+    quantized = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=run.model.dtype,
+        bnb_4bit_quant_type=keys.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=keys.use_bnb_nested_quant,
+        bnb_4bit_quant_storage=keys.bnb_4bit_quant_storage,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        run.path, quantization_config=quantized, dtype=run.model.dtype, device_map={"": 0}
+    )
+    model.config.use_cache = False
+    return model
+
+
+class _Library:
+    """bitsandbytes' library of CUDA: its functions do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        def function(*_: object) -> int:
+            return 0
+
+        setattr(self, name, function)
+        return function
+
+
+def _import_bitsandbytes() -> None:
+    import ctypes
+
+    with mock.patch.object(ctypes.cdll, "LoadLibrary", return_value=_Library()):
+        importlib.import_module("bitsandbytes")
 
 
 def _be_one_of(ranks: int) -> None:
@@ -240,9 +308,9 @@ def _report(outcomes: Sequence[Outcome], output: Path, *, seconds: float) -> Non
 def main() -> None:
     arguments = arguments_of(CASES)
     if arguments.case:
-        case, folder = CASES[arguments.case], Path(tempfile.mkdtemp())
-        is_plan = arguments.step == "planned"
-        found = _planned(case, folder) if is_plan else _measured(case, folder, int(arguments.step))
+        case, step = CASES[arguments.case], arguments.step
+        with tempfile.TemporaryDirectory() as folder:
+            found = _planned(case, Path(folder)) if step == "planned" else _measured(case, Path(folder), int(step))
         write_and_end(found, arguments.out)
     started = time.perf_counter()
     outcomes: list[Outcome] = []

@@ -3,11 +3,12 @@
 import copy
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -182,14 +183,41 @@ def _layers_in_4_bits(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def unpacked() -> Iterator[None]:
-    """Context: bitsandbytes leaves weights as they are when a model is moved; ``LanguageModel.pack`` packs them."""
+    """Context: bitsandbytes leaves weights as they are when a model is moved; ``LanguageModel.pack`` packs them.
+
+    Its layers then unpack their weights in the forward pass, as on CUDA with more than 1536 tokens.
+    """
     try:
         layers: Any = importlib.import_module("bitsandbytes.nn")
     except ImportError:
         yield
         return
-    with mock.patch.object(layers.Params4bit, "_quantize", lambda weight, *_: weight):
+    linear = SimpleNamespace(default=_linear_in_4_bits)
+    with (
+        mock.patch.object(layers.Params4bit, "_quantize", lambda weight, *_: weight),
+        mock.patch.object(torch.ops.bitsandbytes, "gemm_4bit", linear),
+    ):
         yield
+
+
+def _linear_in_4_bits(
+    values: torch.Tensor,
+    packed: torch.Tensor,
+    shape: Sequence[int],
+    scales: torch.Tensor,
+    block_size: int,
+    kind: str,
+    bias: torch.Tensor | None = None,
+    absmax_8bit: torch.Tensor | None = None,
+    absmax_code: torch.Tensor | None = None,
+    absmax_offset: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The operation `gemm_4bit` of bitsandbytes by others of it, each of which allocates its result alone."""
+    if absmax_8bit is not None:
+        nested = torch.ops.bitsandbytes.dequantize_blockwise(absmax_8bit, scales, absmax_code, 256, torch.float32)
+        scales = nested + absmax_offset
+    weight = torch.ops.bitsandbytes.dequantize_4bit(packed, scales, block_size, kind, shape, values.dtype)
+    return F.linear(values, weight, bias)
 
 
 def _flash_attention(
