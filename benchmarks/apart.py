@@ -60,8 +60,8 @@ def batch_sizes(step: Any, *, gib: float = CARD_GIB, expandable: bool = False) -
     from torchtune_adaptive.plan.decide import BatchSizes, Device
     from torchtune_adaptive.plan.gpu import Card, Overhead
 
-    workspaces = Card.named("A100 80GB").overhead(1).workspaces  # which the simulated GPU has, too
-    overhead = Overhead(workspaces=workspaces, expandable=expandable, caches=True)
+    card = Card.named("A100 80GB").overhead(1)  # whose workspaces and threads the simulated GPU has, too
+    overhead = Overhead(workspaces=card.workspaces, threads=card.threads, expandable=expandable, caches=True)
     return BatchSizes(step, Device(name="", memory_bytes=int(gib * 2**30), margin=0, overhead=overhead))
 
 

@@ -232,6 +232,7 @@ class BatchSizes:
         return replayed(
             events,
             workspaces=overhead.workspaces,
+            threads=overhead.threads,
             expandable=overhead.expandable,
             limit_bytes=limit_bytes,
             state_exists=self._step.state_exists,

@@ -147,6 +147,31 @@ _ON_AMD = (7168 * _MIB, 7680 * _MIB)
 # on Hopper and Blackwell (CublasHandlePool.cpp).
 _WORKSPACE_BYTES, _LARGE_WORKSPACE_BYTES = 8519680, 32 * _MIB
 _NUM_WORKSPACES = 2
+# Threads that a card runs at once: its multiprocessors, by its data sheet, times the threads of one (CUDA's programming
+# guide, by compute capability).
+_THREADS = {
+    "T4": 40 * 1024,
+    "V100 16GB": 80 * 2048,
+    "V100 32GB": 80 * 2048,
+    "A10": 72 * 1536,
+    "A10G": 80 * 1536,
+    "A30": 56 * 2048,
+    "A40": 84 * 1536,
+    "A100 40GB": 108 * 2048,
+    "A100 80GB": 108 * 2048,
+    "RTX 3090": 82 * 1536,
+    "RTX 4090": 128 * 1536,
+    "RTX 5090": 170 * 1536,
+    "RTX 6000 Ada": 142 * 1536,
+    "L4": 58 * 1536,
+    "L40": 142 * 1536,
+    "L40S": 142 * 1536,
+    "H100 80GB": 132 * 2048,
+    "H100 NVL": 132 * 2048,
+    "H200": 132 * 2048,
+    "B200": 148 * 2048,
+}
+_ANY_THREADS = 132 * 2048  # of a card that is given by its size
 # How far reserved bytes may be off, as a fraction of them; see benchmarks/results/plan_accuracy_simulated.md.
 _UNCERTAINTY = 0.01
 # Settings of torch's allocator that its model lacks.
@@ -166,6 +191,7 @@ class Overhead:
     Attributes:
         least_outside_bytes, most_outside_bytes: outside torch's allocator: context, kernels, NCCL.
         workspaces: bytes of the blocks that libraries keep within it.
+        threads: that the device runs at once, on which the scratch memory of sums depends.
         expandable: the allocator has expandable segments.
         uncertainty: how far reserved bytes may be off, as a fraction of them.
         caches: the device has an allocator that keeps memory. A CPU has none.
@@ -175,6 +201,7 @@ class Overhead:
     least_outside_bytes: int = 0
     most_outside_bytes: int = 0
     workspaces: tuple[int, ...] = ()
+    threads: int = 0
     expandable: bool = False
     uncertainty: float = 0
     caches: bool = False
@@ -227,6 +254,7 @@ class Card:
             least_outside_bytes=least,
             most_outside_bytes=most,
             workspaces=(_LARGE_WORKSPACE_BYTES if has_large_workspaces else _WORKSPACE_BYTES,) * _NUM_WORKSPACES,
+            threads=_THREADS.get(name, _ANY_THREADS),
             expandable=settings.get("expandable_segments", "").lower() == "true",
             uncertainty=_UNCERTAINTY,
             caches=True,

@@ -7,9 +7,11 @@ from itertools import accumulate
 
 from torchtune_adaptive.plan.allocator import Block, CachingAllocator
 from torchtune_adaptive.plan.trace.events import BEFORE, REBUILT, Events
+from torchtune_adaptive.plan.trace.reductions import with_scratch
 
 WORKSPACES = "workspaces"  # the kind of memory that libraries keep
 STATE, OPTIMIZER = "optimizer state", "optimizer"  # the kind of it, and the phase that makes it
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 _MOST_STEPS = 3
 
 
@@ -67,6 +69,7 @@ class StepMemory:
 
 def exact(events: Events) -> StepMemory:
     """The memory of a step on a CPU: the bytes of its tensors, as nothing is kept for later."""
+    events = with_scratch(events, 0)
     changes = [-events[one.taken].num_bytes if one.taken >= 0 else one.num_bytes for one in events]
     return StepMemory(events, changes, 0, max(accumulate(changes)))
 
@@ -75,16 +78,19 @@ def replayed(
     events: Events,
     *,
     workspaces: Sequence[int] = (),
+    threads: int = 0,
     expandable: bool = False,
     limit_bytes: float = float("inf"),
     state_exists: bool = True,
 ) -> StepMemory:
     """The memory of a step in a process whose allocator begins empty.
 
-    What exists before the step comes first, then the libraries' workspaces. Steps follow until they reserve no more.
+    What exists before the step comes first. Steps follow until they reserve no more. In the first one libraries take
+    their workspaces.
 
     Args:
         workspaces: bytes of each block that libraries keep.
+        threads: that the device runs at once, on which the scratch memory of sums depends.
         expandable: the allocator has ``expandable_segments:True``.
         limit_bytes: the most that it may reserve.
         state_exists: the optimizer's state exists before the first step; otherwise that step makes it.
@@ -92,10 +98,9 @@ def replayed(
     Raises:
         DoesNotFitError: the step does not fit, even after the allocator has emptied its cache.
     """
+    events = with_scratch(events, threads)
     allocator = CachingAllocator(limit_bytes=limit_bytes, expandable=expandable)
-    process = _Process(events, allocator, state_exists=state_exists)
-    for num_bytes in workspaces:
-        allocator.allocate(num_bytes)
+    process = _Process(events, allocator, state_exists=state_exists, workspaces=workspaces)
     reserved_bytes = 0
     for _ in range(_MOST_STEPS):
         process.step()
@@ -112,7 +117,9 @@ class _Process:
         changes: by how many bytes each event changed what is allocated.
     """
 
-    def __init__(self, events: Events, allocator: CachingAllocator, *, state_exists: bool) -> None:
+    def __init__(
+        self, events: Events, allocator: CachingAllocator, *, state_exists: bool, workspaces: Sequence[int]
+    ) -> None:
         self.allocator = allocator
         self.changes = [0] * len(events)
         self._events = events
@@ -121,7 +128,11 @@ class _Process:
         before = range(self._num_before)
         self._rebuilt = [index for index in before if events[index].operation == REBUILT]
         self._late = [index for index in before if events[index].kind == STATE and not state_exists]
+        places = _first_products(events)
+        self._workspaces = dict(zip(places, workspaces, strict=False))  # by the event that they come with
         self._run(sorted({*before}.difference(self._rebuilt, self._late)))
+        for num_bytes in workspaces[len(places) :]:
+            allocator.allocate(num_bytes)
 
     def step(self) -> None:
         """Run a step. Afterwards there is what was there before: a step replaces what it gives back of it."""
@@ -142,7 +153,7 @@ class _Process:
         self._rebuilt = []
 
     def _run(self, indices: Iterable[int]) -> None:
-        allocator, held, changes = self.allocator, self._held, self.changes
+        allocator, held, changes, workspaces = self.allocator, self._held, self.changes, self._workspaces
         for index in indices:
             event = self._events[index]
             if event.taken >= 0:
@@ -152,3 +163,14 @@ class _Process:
             elif event.num_bytes:
                 held[index] = block = allocator.allocate(event.num_bytes, event.stream)
                 changes[index] = block.num_bytes
+                if workspace_bytes := workspaces.pop(index, 0):
+                    allocator.allocate(workspace_bytes)
+
+
+def _first_products(events: Events) -> list[int]:
+    """The first product of matrices of each thread: forward and backward."""
+    places: dict[bool, int] = {}
+    for index, event in enumerate(events):
+        if event.operation in _PRODUCTS:
+            places.setdefault(event.phase == "backward", index)
+    return list(places.values())

@@ -76,6 +76,7 @@ class _StandIn(torch.optim.Optimizer):
             if parameter not in self.state:
                 self.state[parameter].update(self._state_of(parameter))
             self._take_step(parameter)
+            parameter.zero_()  # an operation of the optimizer's, which takes no memory
 
     def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
         """The state that the optimizer keeps for ``parameter``."""

@@ -14,6 +14,7 @@ from torchtune_adaptive.engine.memory.storages import Storages, WatchOperations
 from torchtune_adaptive.plan.allocator import ceil_to
 from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events
 from torchtune_adaptive.plan.trace.fake_tensors import device_of
+from torchtune_adaptive.plan.trace.reductions import INPUTS, OUTPUTS, size_of_sum
 
 Kind: TypeAlias = Literal[
     "parameters",
@@ -28,6 +29,9 @@ Kind: TypeAlias = Literal[
 ON_HOST = "on the host"  # marks tensors that are not on the device and are not counted
 Mark: TypeAlias = Kind | Literal["on the host"]
 _END = "end of the step"  # in the place of an operation
+# In a backward pass torch changes the first operand of these where it can, but not on fake tensors: sums of gradients
+# (InputBuffer.cpp), and gradients of selected elements (`index_backward` in FunctionsManual.cpp).
+_IN_PLACE = (torch.ops.aten.add.Tensor, torch.ops.aten.index_put.default)
 
 
 class _Change(NamedTuple):
@@ -47,8 +51,8 @@ class StepTrace:
     recognised by the operations that make them: gathered parameters are resized, gradients are concatenated.
 
     Args:
-        like_cuda: trace what CUDA would run: sums of gradients in place, the scratch memory of attention. On a CPU,
-            gloo's reduce-scatter copies its input.
+        like_cuda: trace what CUDA would run: sums of gradients in place, the scratch memory of attention, and sizes for
+            that of sums (``reductions.py``). On a CPU, gloo's reduce-scatter copies its input.
         steps_on_host: clipping and the optimizer step run on the host.
     """
 
@@ -57,7 +61,7 @@ class StepTrace:
         self._like_cuda = like_cuda
         self._storages = Storages(self._record_change)
         self._streams: list[Any] = [torch.cpu.current_stream()]
-        self._summed: dict[int, int] = {}  # by operation that adds: the storage that CUDA would add to
+        self._summed: dict[int, int] = {}  # by operation that adds: the storage that CUDA would change
         self._num_before = 0  # changes
         self._watch = _WatchFakes(self._after_operation, self._after_resize)
         self._changes: list[_Change] = []  # not rounded
@@ -129,10 +133,7 @@ class StepTrace:
         return self._phases[-1], _END
 
     def _summed_in_place(self) -> list[_Change]:
-        """The changes, but a sum of gradients has the storage of its first operand if that ends with it.
-
-        torch adds in place where nothing else needs the operand, but not on fake tensors (InputBuffer.cpp).
-        """
+        """The changes, but what CUDA does in place has the storage of its first operand if that ends with it."""
         changes, renamed = list(self._changes), dict[int, int]()
         index = self._num_before
         while index < len(changes):
@@ -201,6 +202,10 @@ class StepTrace:
         if self._like_cuda and torch._C._current_graph_task_id() != -1:  # whatever the phase is: autograd runs it
             self._follow_cuda(func, inputs[0])
         self._end_operation(str(func))
+        if self._like_cuda and (sizes := size_of_sum(func, inputs[0])) is not None:
+            for name, number in zip((OUTPUTS, INPUTS), sizes, strict=True):
+                self.mark(torch.empty(number, dtype=torch.uint8), "temporaries")
+                self._end_operation(name)
         if not self._like_cuda and func is torch.ops.c10d._reduce_scatter_base_.default:
             copy = torch.empty_like(inputs[0][1])  # gloo holds it until this rank has copied its part
             self.mark(copy, "gradients")
@@ -208,7 +213,7 @@ class StepTrace:
 
     def _follow_cuda(self, func: Any, args: Any) -> None:
         """Note what CUDA does within an operation of the backward pass."""
-        if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
+        if func in _IN_PLACE and not torch.is_grad_enabled():
             operand = next(iter(plain_parts(args[0])), None)
             if operand is not None and not operand._is_view() and operand.untyped_storage() in self._storages:
                 self._summed[len(self._operations)] = self._storages.see(operand.untyped_storage())
