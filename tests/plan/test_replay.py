@@ -45,6 +45,22 @@ def test_workspaces_are_there_before_the_step() -> None:
     assert memory.reserved_bytes == 82 * MIB + 20 * MIB  # both lie in one segment
 
 
+def test_workspaces_come_with_the_first_product_of_forward_and_of_backward() -> None:
+    """Not before the step, where the parameters' segment has room for both."""
+    product = "aten.mm.default"
+    taken = (
+        take(BEFORE, 12, "parameters"),
+        take("forward", 9)._replace(operation=product),
+        take("forward", 9)._replace(operation=product),
+        take("backward", 4)._replace(operation=product),
+    )
+    step = (*taken, *(give("backward", index) for index in (1, 2, 3)))
+    early, late = replayed(step), replayed(step, workspaces=(8 * MIB, 8 * MIB))
+    assert early.reserved_bytes == (12 + 20 + 20) * MIB
+    assert late.allocated_bytes == early.allocated_bytes + 16 * MIB
+    assert late.reserved_bytes == (12 + 20 + 20 + 20) * MIB
+
+
 def test_the_figures_are_those_after_several_steps() -> None:
     """The first has 9 and 11 MiB in one segment. The second takes the 9 MiB from the segment that had 16."""
     step = (take("forward", 9), take("forward", 16), take("forward", 11), *(give("backward", one) for one in (1, 2, 0)))

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.hugging_face.keys import ModelKeys
-from torchtune_adaptive.plan.hugging_face.model import LanguageModel
+from torchtune_adaptive.plan.hugging_face.model import LanguageModel, unpacked
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,6 +27,19 @@ LLAMA = {
 }
 GPT = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
 GPT |= {"vocab_size": 1000, "n_positions": 128}
+
+
+class OperationsSeen(TorchDispatchMode):
+    """Notes the shapes of the tensors that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.shapes |= {tuple(one.shape) for one in tree_leaves(result) if isinstance(one, torch.Tensor)}
+        return result
 
 
 def model_of(folder: Path, config: dict[str, Any], **keys: Any) -> LanguageModel:
@@ -48,6 +63,23 @@ def test_a_model_is_built_without_memory_with_its_first_layers(tmp_path: Path) -
     per_layer = sum(one.numel() for one in two.model.layers[0].parameters())
     whole, of_two = (sum(one.numel() for one in some.parameters()) for some in (built(model), two))
     assert whole == of_two + per_layer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nested", [False, True])
+def test_layers_of_4_bits_unpack_their_weights_in_the_forward_pass_with_the_same_result(nested: bool) -> None:
+    bitsandbytes: Any = pytest.importorskip("bitsandbytes.nn")
+    layer = bitsandbytes.Linear4bit(64, 128, compute_dtype=torch.float32, compress_statistics=nested)
+    layer.to("cpu")
+    rows = torch.randn(3, 64)
+    expected = layer(rows)
+    with unpacked(), OperationsSeen() as seen:
+        found = layer(rows)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert (128, 64) in seen.shapes
+    with OperationsSeen() as seen:
+        layer(rows)
+    assert (128, 64) not in seen.shapes
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.replay import exact
 from torchtune_adaptive.plan.trace.events import Event
 from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
+from torchtune_adaptive.plan.trace.optimizer_stand_ins import BlockwiseOptimizer
 from torchtune_adaptive.plan.trace.recorder import _Change, _in_order
 from torchtune_adaptive.plan.trace.restored import fake_process_group
 
@@ -248,6 +249,31 @@ def test_sums_of_gradients_are_made_in_place_as_torch_does_without_a_mode():
         for like_cuda in (False, True)
     ]
     assert added[0] > added[1]
+
+
+def test_gradients_of_selected_elements_are_made_in_place():
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        outputs = model(batch)
+        outputs[torch.arange(len(outputs))].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    events = [traced(train_step=step, like_cuda=like_cuda).step.at(2) for like_cuda in (False, True)]
+    made = [sum(event.operation == "aten.index_put.default" and event.num_bytes > 0 for event in one) for one in events]
+    assert made == [1, 0]
+
+
+def test_state_that_the_first_step_makes_is_there_before_gradients_are_given_back():
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return BlockwiseOptimizer(
+            model.parameters(), lr=0.0, bits=8, paged=False, states=2, keeps_norm=False, min_8bit_size=0
+        )
+
+    events = traced(build_optimizer=optimizer_of).step.at(2)
+    start = next(index for index, event in enumerate(events) if event.phase == "optimizer")
+    given_back = [index for index, event in enumerate(events) if event.taken >= 0 and event.kind == "gradients"]
+    assert given_back
+    assert min(given_back) > start
 
 
 def is_sum(event: Event) -> bool:

@@ -1,0 +1,99 @@
+"""The scratch memory of CUDA's sums is that of torch, at any number of rows."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.plans import MIB
+from torchtune_adaptive.plan.allocator import BLOCK_BYTES, ceil_to
+from torchtune_adaptive.plan.replay import exact, replayed
+from torchtune_adaptive.plan.trace.loop import trace_loop
+from torchtune_adaptive.plan.trace.reductions import scratch_bytes, size_of_sum
+
+A100 = 108 * 2048  # threads
+_ATEN: Any = torch.ops.aten
+SUM, MEAN, NORM = _ATEN.sum.dim_IntList, _ATEN.mean.dim, _ATEN.linalg_vector_norm.default
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "num_bytes"),
+    [
+        (1024, 2048, 16 * MIB),  # seen in `Trainer`, the gradient of a norm's weight
+        (12288, 2048, 108 * MIB),  # and that of DoRA's magnitudes
+        (1023, 2048, 16 * MIB),
+        (511, 2048, 0),  # too few values for each thread
+        (12288, 4 * 32 * 1729, 0),  # so many outputs that each has one block
+        (0, 2048, 0),
+    ],
+)
+def test_it_is_what_torch_was_seen_to_take(rows: int, columns: int, num_bytes: int) -> None:
+    assert scratch_bytes(columns, rows * columns, A100) == num_bytes
+
+
+def test_sums_over_leading_dimensions_count_alone() -> None:
+    rows = torch.zeros(2, 8, 64)
+    assert size_of_sum(SUM, (rows, [0, 1])) == (64, 1024)
+    assert size_of_sum(MEAN, (rows, [0], True)) == (512, 1024)
+    assert size_of_sum(NORM, (rows, 2, [-3, 1])) == (64, 1024)
+    assert size_of_sum(SUM, (rows.mT, [0, 2])) == (64, 1024)
+    assert size_of_sum(SUM, (rows[:1], [0, 1])) == (64, 512)  # the same operation in a smaller batch
+    for func, args in (
+        (SUM, (rows, [2])),
+        (SUM, (rows, [0, 1, 2])),
+        (SUM, (rows, None)),
+        (SUM, (rows.long(), [0, 1])),
+        (SUM, (rows.mT, [0, 1])),
+        (SUM, (rows[..., :63], [0, 1])),
+        (SUM, (rows[..., ::2], [0, 1])),
+        (SUM, (torch.zeros(()), [0])),
+        (torch.ops.aten.amax.default, (rows, [0, 1])),
+    ):
+        assert size_of_sum(func, args) is None
+
+
+def test_a_step_has_that_of_its_own_rows_and_a_cpu_has_none() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2048))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows * self.weight
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
+        model(rows).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+
+    found = trace_loop(
+        Scaled, lambda model: torch.optim.SGD(model.parameters()), step, lambda size: torch.zeros(size, 1024, 2048)
+    ).step
+    for rows in (1, 2, 3, 12, 40):
+        events = found.at(rows)
+        without, own = exact(events).allocated_bytes, replayed(events, threads=A100).allocated_bytes
+        assert own - without == pytest.approx(scratch_bytes(2048, rows * 1024 * 2048, A100), abs=8 * BLOCK_BYTES)
+        assert replayed(events).allocated_bytes == pytest.approx(without, abs=8 * BLOCK_BYTES)
+
+
+@pytest.mark.simulated_gpu
+@pytest.mark.parametrize("seed", range(40))
+def test_it_is_what_torch_takes(seed: int) -> None:
+    generator = random.Random(seed)
+    rows, columns = (round(2 ** generator.uniform(4, 15)) for _ in range(2))
+    columns = ceil_to(columns, 4)
+    func, args = generator.choice([(SUM, ([0],)), (MEAN, ([0],)), (NORM, (2, [0]))])
+    tensor = torch.empty(rows, columns, dtype=generator.choice([torch.float32, torch.bfloat16]), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    result = func(tensor, *args)
+    taken = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - result.nbytes
+    sizes = size_of_sum(func, (tensor, *args))
+    assert sizes == (columns, rows * columns)
+    properties = torch.cuda.get_device_properties(0)
+    threads = properties.multi_processor_count * properties.max_threads_per_multi_processor
+    scratch = scratch_bytes(columns, rows * columns, threads)
+    semaphores = taken - scratch  # one for each of the blocks that share the outputs
+    assert 0 < semaphores <= columns if scratch else semaphores == 0
