@@ -6,6 +6,7 @@ from tests.support.plans import MIB, STEP
 from torchtune_adaptive.plan.allocator import DoesNotFitError
 from torchtune_adaptive.plan.replay import exact, replayed
 from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events
+from torchtune_adaptive.plan.trace.libraries import PRODUCT
 
 
 def take(phase: str, mib: float, kind: str = "activations", stream: int = 0) -> Event:
@@ -47,14 +48,9 @@ def test_workspaces_are_there_before_the_step() -> None:
 
 def test_workspaces_come_with_the_first_product_of_forward_and_of_backward() -> None:
     """Not before the step, where the parameters' segment has room for both."""
-    product = "aten.mm.default"
-    taken = (
-        take(BEFORE, 12, "parameters"),
-        take("forward", 9)._replace(operation=product),
-        take("forward", 9)._replace(operation=product),
-        take("backward", 4)._replace(operation=product),
-    )
-    step = (*taken, *(give("backward", index) for index in (1, 2, 3)))
+    product = Event("forward", PRODUCT, "temporaries", 1)
+    taken = (take(BEFORE, 12, "parameters"), take("forward", 9), product, take("forward", 9), take("backward", 4))
+    step = (*taken, product._replace(phase="backward"), *(give("backward", index) for index in (1, 2, 3, 4, 5)))
     early, late = replayed(step), replayed(step, workspaces=(8 * MIB, 8 * MIB))
     assert early.reserved_bytes == (12 + 20 + 20) * MIB
     assert late.allocated_bytes == early.allocated_bytes + 16 * MIB

@@ -7,11 +7,10 @@ from itertools import accumulate
 
 from torchtune_adaptive.plan.allocator import Block, CachingAllocator
 from torchtune_adaptive.plan.trace.events import BEFORE, REBUILT, Events
-from torchtune_adaptive.plan.trace.reductions import with_scratch
+from torchtune_adaptive.plan.trace.libraries import PRODUCT, with_scratch
 
 WORKSPACES = "workspaces"  # the kind of memory that libraries keep
 STATE, OPTIMIZER = "optimizer state", "optimizer"  # the kind of it, and the phase that makes it
-_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 _MOST_STEPS = 3
 
 
@@ -128,7 +127,7 @@ class _Process:
         before = range(self._num_before)
         self._rebuilt = [index for index in before if events[index].operation == REBUILT]
         self._late = [index for index in before if events[index].kind == STATE and not state_exists]
-        places = _first_products(events)
+        places = [index for index, event in enumerate(events) if event.operation == PRODUCT and event.taken < 0]
         self._workspaces = dict(zip(places, workspaces, strict=False))  # by the event that they come with
         self._run(sorted({*before}.difference(self._rebuilt, self._late)))
         for num_bytes in workspaces[len(places) :]:
@@ -160,17 +159,8 @@ class _Process:
                 if block := held.pop(event.taken, None):  # None: nothing was taken for so few rows
                     changes[index] = -block.num_bytes
                     allocator.free(block)
+            elif workspace_bytes := workspaces.pop(index, 0):
+                allocator.allocate(workspace_bytes)
             elif event.num_bytes:
                 held[index] = block = allocator.allocate(event.num_bytes, event.stream)
                 changes[index] = block.num_bytes
-                if workspace_bytes := workspaces.pop(index, 0):
-                    allocator.allocate(workspace_bytes)
-
-
-def _first_products(events: Events) -> list[int]:
-    """The first product of matrices of each thread: forward and backward."""
-    places: dict[bool, int] = {}
-    for index, event in enumerate(events):
-        if event.operation in _PRODUCTS:
-            places.setdefault(event.phase == "backward", index)
-    return list(places.values())

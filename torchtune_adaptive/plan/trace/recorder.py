@@ -14,7 +14,7 @@ from torchtune_adaptive.engine.memory.storages import Storages, WatchOperations
 from torchtune_adaptive.plan.allocator import ceil_to
 from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events
 from torchtune_adaptive.plan.trace.fake_tensors import device_of
-from torchtune_adaptive.plan.trace.reductions import INPUTS, OUTPUTS, size_of_sum
+from torchtune_adaptive.plan.trace.libraries import INPUTS, OUTPUTS, PRODUCT, size_of_sum
 
 Kind: TypeAlias = Literal[
     "parameters",
@@ -32,6 +32,7 @@ _END = "end of the step"  # in the place of an operation
 # In a backward pass torch changes the first operand of these where it can, but not on fake tensors: sums of gradients
 # (InputBuffer.cpp), and gradients of selected elements (`index_backward` in FunctionsManual.cpp).
 _IN_PLACE = (torch.ops.aten.add.Tensor, torch.ops.aten.index_put.default)
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 class _Change(NamedTuple):
@@ -51,8 +52,8 @@ class StepTrace:
     recognised by the operations that make them: gathered parameters are resized, gradients are concatenated.
 
     Args:
-        like_cuda: trace what CUDA would run: sums of gradients in place, the scratch memory of attention, and sizes for
-            that of sums (``reductions.py``). On a CPU, gloo's reduce-scatter copies its input.
+        like_cuda: trace what CUDA would run: sums of gradients in place, the scratch memory of attention, and events
+            for what the replay adds (``libraries.py``). On a CPU, gloo's reduce-scatter copies its input.
         steps_on_host: clipping and the optimizer step run on the host.
     """
 
@@ -62,6 +63,7 @@ class StepTrace:
         self._storages = Storages(self._record_change)
         self._streams: list[Any] = [torch.cpu.current_stream()]
         self._summed: dict[int, int] = {}  # by operation that adds: the storage that CUDA would change
+        self._multiplied: set[bool] = set()  # whether forward and backward had a product of matrices
         self._num_before = 0  # changes
         self._watch = _WatchFakes(self._after_operation, self._after_resize)
         self._changes: list[_Change] = []  # not rounded
@@ -199,13 +201,16 @@ class StepTrace:
                     self._storages.see(tensor.untyped_storage())
         if func.namespace == "fsdp":
             self._mark_fsdp_tensors(func.__name__, inputs, outputs)
-        if self._like_cuda and torch._C._current_graph_task_id() != -1:  # whatever the phase is: autograd runs it
+        is_backward = torch._C._current_graph_task_id() != -1  # whatever the phase is: autograd runs it
+        if self._like_cuda and is_backward:
             self._follow_cuda(func, inputs[0])
         self._end_operation(str(func))
         if self._like_cuda and (sizes := size_of_sum(func, inputs[0])) is not None:
-            for name, number in zip((OUTPUTS, INPUTS), sizes, strict=True):
-                self.mark(torch.empty(number, dtype=torch.uint8), "temporaries")
-                self._end_operation(name)
+            self._note(OUTPUTS, sizes[0])
+            self._note(INPUTS, sizes[1])
+        if self._like_cuda and func.overloadpacket in _PRODUCTS and is_backward not in self._multiplied:
+            self._multiplied.add(is_backward)
+            self._note(PRODUCT, 1)
         if not self._like_cuda and func is torch.ops.c10d._reduce_scatter_base_.default:
             copy = torch.empty_like(inputs[0][1])  # gloo holds it until this rank has copied its part
             self.mark(copy, "gradients")
@@ -234,6 +239,11 @@ class StepTrace:
             self.mark(outputs, "gathered parameters")
         elif name.startswith("chunk_cat"):
             self.mark(inputs, "gradients")
+
+    def _note(self, name: str, number: int) -> None:
+        """Record an event that the replay reads: its bytes are a number."""
+        self.mark(torch.empty(number, dtype=torch.uint8), "temporaries")
+        self._end_operation(name)
 
     def _end_operation(self, name: str) -> None:
         self._operations.append(name)

@@ -1,7 +1,9 @@
-"""The scratch memory of CUDA's sums over many rows, which no trace on fake tensors sees.
+"""What CUDA's kernels and libraries take of torch's allocator beside tensors, which no trace on fake tensors sees.
 
-Where a kernel sums into few outputs, several blocks of threads work on each of them. They exchange what they found in
-memory that torch's allocator gives them for that time (aten/src/ATen/native/cuda/Reduce.cuh, torch 2.9 to 2.13).
+A trace records events where it is taken, and the replay of the allocator makes of them what it is on a card. Where a
+kernel sums into few outputs, several blocks of threads work on each of them. They exchange what they found in memory
+that they have for that time (aten/src/ATen/native/cuda/Reduce.cuh, torch 2.9 to 2.13). cuBLAS keeps a workspace for
+each thread from its first product of matrices on.
 """
 
 import math
@@ -11,6 +13,7 @@ import torch
 
 from torchtune_adaptive.plan.trace.events import Events
 
+PRODUCT = "first product"  # the name of an event in the forward pass, and in the backward pass
 OUTPUTS, INPUTS = "outputs of a sum", "inputs of a sum"  # names of events whose bytes are numbers of elements
 # Operations that sum, by which of their arguments names the dimensions.
 _DIMENSIONS = {
@@ -65,10 +68,17 @@ def scratch_bytes(outputs: int, inputs: int, threads: int) -> int:
 
 
 def with_scratch(events: Events, threads: int) -> Events:
-    """The events with the scratch memory of sums in the place of their sizes; 0 threads: without it."""
+    """The events with the scratch memory of sums in the place of their sizes; 0 threads: without it.
+
+    Those of first products take nothing.
+    """
     found = list(events)
     for index, event in enumerate(events):
-        if event.operation == INPUTS and event.taken < 0:
+        if event.taken >= 0:
+            continue
+        if event.operation == PRODUCT:
+            found[index] = event._replace(num_bytes=0)
+        elif event.operation == INPUTS:
             outputs = events[index - 2]  # which is given back in between
             num_bytes = scratch_bytes(outputs.num_bytes, event.num_bytes, threads) if threads else 0
             found[index - 2] = outputs._replace(num_bytes=0)

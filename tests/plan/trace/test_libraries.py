@@ -1,4 +1,4 @@
-"""The scratch memory of CUDA's sums is that of torch, at any number of rows."""
+"""What kernels and libraries take beside tensors is what torch gives them, at any number of rows."""
 
 import random
 from typing import Any
@@ -10,8 +10,8 @@ from torch import nn
 from tests.support.plans import MIB
 from torchtune_adaptive.plan.allocator import BLOCK_BYTES, ceil_to
 from torchtune_adaptive.plan.replay import exact, replayed
+from torchtune_adaptive.plan.trace.libraries import scratch_bytes, size_of_sum
 from torchtune_adaptive.plan.trace.loop import trace_loop
-from torchtune_adaptive.plan.trace.reductions import scratch_bytes, size_of_sum
 
 A100 = 108 * 2048  # threads
 _ATEN: Any = torch.ops.aten
