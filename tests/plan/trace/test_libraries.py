@@ -9,9 +9,13 @@ from torch import nn
 
 from tests.support.plans import MIB
 from torchtune_adaptive.plan.allocator import BLOCK_BYTES, ceil_to
+from torchtune_adaptive.plan.decide import BatchSizes, Device
+from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.replay import exact, replayed
-from torchtune_adaptive.plan.trace.libraries import scratch_bytes, size_of_sum
+from torchtune_adaptive.plan.trace.events import Event
+from torchtune_adaptive.plan.trace.libraries import INPUTS, OUTPUTS, PRODUCT, scratch_bytes, size_of_sum
 from torchtune_adaptive.plan.trace.loop import trace_loop
+from torchtune_adaptive.plan.trace.step_events import StepEvents
 
 A100 = 108 * 2048  # threads
 _ATEN: Any = torch.ops.aten
@@ -76,6 +80,42 @@ def test_a_step_has_that_of_its_own_rows_and_a_cpu_has_none() -> None:
         without, own = exact(events).allocated_bytes, replayed(events, threads=A100).allocated_bytes
         assert own - without == pytest.approx(scratch_bytes(2048, rows * 1024 * 2048, A100), abs=8 * BLOCK_BYTES)
         assert replayed(events).allocated_bytes == pytest.approx(without, abs=8 * BLOCK_BYTES)
+
+
+def test_a_card_that_runs_more_threads_takes_more_for_a_sum() -> None:
+    events = (
+        Event("backward", OUTPUTS, "temporaries", 2048),
+        Event("backward", OUTPUTS, "temporaries", 0, taken=0),
+        Event("backward", INPUTS, "temporaries", 12 * 1024 * 2048),
+        Event("backward", INPUTS, "temporaries", 0, taken=2),
+    )
+    taken = {
+        name: BatchSizes(
+            StepEvents(1024, {12: (events,)}),
+            Device(name=name, memory_bytes=None, margin=0, overhead=Card.named(name).overhead(1)),
+        )
+        .memory(12)
+        .kinds()["temporaries"]
+        for name in ("T4", "A100 80GB", "H200", "80GiB")
+    }
+    assert taken["T4"] < taken["A100 80GB"] == 108 * MIB < taken["H200"] == taken["80GiB"]
+
+
+def test_forward_and_backward_have_a_first_product_each() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
+        model(rows).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+
+    found = trace_loop(
+        lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))),
+        lambda model: torch.optim.SGD(model.parameters()),
+        step,
+        lambda size: torch.zeros(size, 8),
+    ).step
+    assert [event.phase for event in found.at(2) if event.operation == PRODUCT and event.taken < 0] == [
+        *("forward", "backward")
+    ]
 
 
 @pytest.mark.simulated_gpu
