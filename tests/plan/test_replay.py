@@ -47,13 +47,16 @@ def test_workspaces_are_there_before_the_step() -> None:
 
 
 def test_workspaces_come_with_the_first_product_of_forward_and_of_backward() -> None:
-    """Not before the step, where the parameters' segment has room for both."""
+    """If there was no step before, in which they were taken."""
     product = Event("forward", PRODUCT, "temporaries", 1)
     taken = (take(BEFORE, 12, "parameters"), take("forward", 9), product, take("forward", 9), take("backward", 4))
     step = (*taken, product._replace(phase="backward"), *(give("backward", index) for index in (1, 2, 3, 4, 5)))
-    early, late = replayed(step), replayed(step, workspaces=(8 * MIB, 8 * MIB))
+    workspaces = (8 * MIB, 8 * MIB)
+    without, late = replayed(step), replayed(step, workspaces=workspaces, state_exists=False)
+    early = replayed(step, workspaces=workspaces)
+    assert without.reserved_bytes == (12 + 20 + 20) * MIB
+    assert early.allocated_bytes == late.allocated_bytes == without.allocated_bytes + 16 * MIB
     assert early.reserved_bytes == (12 + 20 + 20) * MIB
-    assert late.allocated_bytes == early.allocated_bytes + 16 * MIB
     assert late.reserved_bytes == (12 + 20 + 20 + 20) * MIB
 
 

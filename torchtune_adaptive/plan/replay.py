@@ -84,15 +84,15 @@ def replayed(
 ) -> StepMemory:
     """The memory of a step in a process whose allocator begins empty.
 
-    What exists before the step comes first. Steps follow until they reserve no more. In the first one libraries take
-    their workspaces.
+    What exists before the step comes first. Steps follow until they reserve no more.
 
     Args:
         workspaces: bytes of each block that libraries keep.
         threads: that the device runs at once, on which the scratch memory of sums depends.
         expandable: the allocator has ``expandable_segments:True``.
         limit_bytes: the most that it may reserve.
-        state_exists: the optimizer's state exists before the first step; otherwise that step makes it.
+        state_exists: the optimizer's state and the workspaces exist before the first step; otherwise that step makes
+            them.
 
     Raises:
         DoesNotFitError: the step does not fit, even after the allocator has emptied its cache.
@@ -127,7 +127,8 @@ class _Process:
         before = range(self._num_before)
         self._rebuilt = [index for index in before if events[index].operation == REBUILT]
         self._late = [index for index in before if events[index].kind == STATE and not state_exists]
-        places = [index for index, event in enumerate(events) if event.operation == PRODUCT and event.taken < 0]
+        products = [index for index, event in enumerate(events) if event.operation == PRODUCT and event.taken < 0]
+        places = [] if state_exists else products  # steps that made the state have also multiplied
         self._workspaces = dict(zip(places, workspaces, strict=False))  # by the event that they come with
         self._run(sorted({*before}.difference(self._rebuilt, self._late)))
         for num_bytes in workspaces[len(places) :]:

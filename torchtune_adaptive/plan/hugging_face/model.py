@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.plan.hugging_face.keys import ModelKeys, imported
+from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.weight)?$")  # names of tables of positions in transformers
 _FLASH = "packed_rows"  # what transformers knows flash attention by in a trace
@@ -153,6 +154,19 @@ class LanguageModel:
             packed = torch.empty(num_values, 1, dtype=self._packed_dtype, device="meta")
             quantized.weight = nn.Parameter(packed, requires_grad=False)
 
+    def loading(self) -> tuple[Events, Events]:
+        """What transformers takes to load weights in 4 bits on a GPU: before they are there, and at the end.
+
+        First it takes all that they will need at once (`caching_allocator_warmup`), which then has no room for the last
+        of the weights to be packed. Other weights are loaded in host memory.
+        """
+        if not self.keys.load_in_4bit:
+            return (), ()
+        model = self.build()
+        unpacked = max(one.weight.numel() for one in _layers_in_4_bits(model)) * self.dtype.itemsize
+        self.pack_without_scales(model)
+        return _taken_once(sum(one.nbytes for one in model.parameters())), _taken_once(unpacked)
+
     @property
     def _packed_dtype(self) -> torch.dtype:
         """The type of tensors that hold weights of 4 bits."""
@@ -174,6 +188,10 @@ class LanguageModel:
         quantizer.preprocess_model(model=model, device_map=None)
         quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
+
+
+def _taken_once(num_bytes: int) -> Events:
+    return Event(BEFORE, "loading", "temporaries", num_bytes), Event(BEFORE, "loading", "temporaries", 0, taken=0)
 
 
 def _layers_in_4_bits(model: nn.Module) -> list[Any]:

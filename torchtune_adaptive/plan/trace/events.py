@@ -59,15 +59,21 @@ class _Run(NamedTuple):
         return self.length + periods * self.period
 
 
-def with_setup(events: Events, setup: Events) -> Events:
-    """The events of a step, with those of a set-up after the weights."""
-    place = sum(event.phase == BEFORE and event.kind in WEIGHTS for event in events)
+def with_setup(events: Events, setup: Events, *, loading: Events = ()) -> Events:
+    """The events of a step, with those of loading the weights before these, and those of a set-up after them."""
+    weights = sum(event.phase == BEFORE and event.kind in WEIGHTS for event in events)
+    return _inserted(_inserted(events, setup, weights), loading, 0)
+
+
+def _inserted(events: Events, more: Events, place: int) -> Events:
+    if not more:
+        return events
 
     def moved(event: Event, places: int) -> Event:
         return event._replace(taken=event.taken + places) if event.taken >= 0 else event
 
-    later = (moved(event, len(setup) if event.taken >= place else 0) for event in events[place:])
-    return (*events[:place], *(moved(event, place) for event in setup), *later)
+    later = (moved(event, len(more) if event.taken >= place else 0) for event in events[place:])
+    return (*events[:place], *(moved(event, place) for event in more), *later)
 
 
 def extended(few: Events, more: Events, periods: int) -> Events | None:

@@ -21,6 +21,7 @@ class StepEvents:
         periods: of layers that the whole model has more than the first of the traced ones.
         state_exists: the optimizer's state is there before the first step, as after a search.
         setup: what is taken and given back a single time, after the weights: before the first step or the second.
+        loading: what is taken and given back before the weights are there.
     """
 
     seq_len: int
@@ -28,6 +29,7 @@ class StepEvents:
     periods: int = 0
     state_exists: bool = True
     setup: Events = ()
+    loading: Events = ()
     _found: dict[int, Events] = field(default_factory=dict, init=False, repr=False, compare=False)  # of the traced rows
 
     def at(self, batch_size: int) -> Events:
@@ -43,7 +45,7 @@ class StepEvents:
                 f"A batch of {batch_size} cannot be planned: its memory does not follow from that of {small} and"
                 f" {large}."
             )
-        return with_setup(whole, self.setup) if self.setup else whole
+        return with_setup(whole, self.setup, loading=self.loading)
 
     def follows(self, batch_size: int) -> bool:
         """Whether the step of ``batch_size`` rows follows from those that were traced."""
