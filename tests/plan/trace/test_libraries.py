@@ -13,8 +13,9 @@ from torchtune_adaptive.plan.decide import BatchSizes, Device
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.replay import exact, replayed
 from torchtune_adaptive.plan.trace.events import Event
-from torchtune_adaptive.plan.trace.libraries import INPUTS, OUTPUTS, PRODUCT, scratch_bytes, size_of_sum
+from torchtune_adaptive.plan.trace.libraries import INPUTS, OUTPUTS, PRODUCT, scratch_bytes
 from torchtune_adaptive.plan.trace.loop import trace_loop
+from torchtune_adaptive.plan.trace.recorder import size_of_sum
 from torchtune_adaptive.plan.trace.step_events import StepEvents
 
 A100 = 108 * 2048  # threads

@@ -1,5 +1,6 @@
 """Record the memory that a train step on fake tensors takes and gives back, by kind."""
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import groupby, pairwise
@@ -14,7 +15,7 @@ from torchtune_adaptive.engine.memory.storages import Storages, WatchOperations
 from torchtune_adaptive.plan.allocator import ceil_to
 from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events
 from torchtune_adaptive.plan.trace.fake_tensors import device_of
-from torchtune_adaptive.plan.trace.libraries import INPUTS, OUTPUTS, PRODUCT, size_of_sum
+from torchtune_adaptive.plan.trace.libraries import INPUTS, OUTPUTS, PRODUCT, VECTOR
 
 Kind: TypeAlias = Literal[
     "parameters",
@@ -32,6 +33,12 @@ _END = "end of the step"  # in the place of an operation
 # In a backward pass torch changes the first operand of these where it can, but not on fake tensors: sums of gradients
 # (InputBuffer.cpp), and gradients of selected elements (`index_backward` in FunctionsManual.cpp).
 _IN_PLACE = (torch.ops.aten.add.Tensor, torch.ops.aten.index_put.default)
+# Operations that sum, by which of their arguments names the dimensions.
+_DIMENSIONS = {
+    torch.ops.aten.sum.dim_IntList: 1,
+    torch.ops.aten.mean.dim: 1,
+    torch.ops.aten.linalg_vector_norm.default: 2,
+}
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
@@ -270,3 +277,22 @@ class _WatchFakes(WatchOperations):
             return super().operation(func, args, kwargs)
         self._after_operation(func, (args, kwargs), args[0])
         return args[0]
+
+
+def size_of_sum(func: Any, args: Any) -> tuple[int, int] | None:
+    """The numbers of outputs and of inputs of a sum that may need scratch memory; None for any other operation.
+
+    Whether it is one depends on nothing that grows with the rows of a batch. Sums over the dimension whose elements are
+    neighbours take next to none.
+    """
+    place = _DIMENSIONS.get(func)
+    if place is None or len(args) <= place or not args[place] or not args[0].is_floating_point() or not args[0].dim():
+        return None
+    tensor = args[0]
+    summed = {dim % tensor.dim() for dim in args[place]}
+    *others, fastest = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
+    if fastest in summed or tensor.stride(fastest) != 1:
+        return None
+    if tensor.shape[fastest] % VECTOR or any(tensor.stride(dim) % VECTOR for dim in others):
+        return None
+    return math.prod(size for dim, size in enumerate(tensor.shape) if dim not in summed), tensor.numel()
