@@ -304,7 +304,8 @@ def test_samples_that_cannot_be_collated_alone_are_left_out(caplog: pytest.LogCa
     data = Broken([row(3), None, OSError("a broken file"), row(7)])
     (batch,), _ = found(data, lambda rows: collate([one for one in rows if one is not None]))
     assert batch["input_ids"].shape == (4, 7)
-    assert texts(caplog) == ["The search has left out samples (2 of 4): ValueError: max() arg is an empty sequence."]
+    (text,) = texts(caplog)
+    assert text.startswith("The search has left out samples (2 of 4): ValueError: max() ")  # Python's own words follow
 
 
 @pytest.mark.parametrize("needed", [2, 4])
