@@ -193,23 +193,13 @@ def _loaded(run: Any, device: str) -> Any:
             model = AutoModelForCausalLM.from_config(config, dtype=run.model.dtype)
         torch.cuda.empty_cache()  # tied weights were two tensors at first, which a checkpoint's are not
         return model
-    from transformers import BitsAndBytesConfig
-
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=run.model.dtype)
     own = {name: one for name, one in model.state_dict().items() if name != "lm_head.weight"}  # which is tied
     tensors = {name: torch.zeros_like(one, device="cpu") for name, one in own.items()}
     model.save_pretrained(run.path, state_dict=tensors)
-    keys = run.run_keys.model
-    quantized = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_compute_dtype=run.model.dtype,
-        bnb_4bit_quant_type=keys.bnb_4bit_quant_type,
-        bnb_4bit_use_double_quant=keys.use_bnb_nested_quant,
-        bnb_4bit_quant_storage=keys.bnb_4bit_quant_storage,
-    )
     model = AutoModelForCausalLM.from_pretrained(
-        run.path, quantization_config=quantized, dtype=run.model.dtype, device_map={"": 0}
+        run.path, quantization_config=run.model.quantization, dtype=run.model.dtype, device_map={"": 0}
     )
     model.config.use_cache = False
     return model

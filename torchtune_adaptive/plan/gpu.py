@@ -171,7 +171,7 @@ _THREADS = {
     "H200": 132 * 2048,
     "B200": 148 * 2048,
 }
-_ANY_THREADS = 132 * 2048  # of a card that is given by its size
+_ANY_THREADS = 132 * 2048  # of a card that is given by its size, and of AMD's, where it was not looked up
 # How far reserved bytes may be off, as a fraction of them; see benchmarks/results/plan_accuracy_simulated.md.
 _UNCERTAINTY = 0.01
 # Settings of torch's allocator that its model lacks.

@@ -128,7 +128,7 @@ class _Process:
         self._rebuilt = [index for index in before if events[index].operation == REBUILT]
         self._late = [index for index in before if events[index].kind == STATE and not state_exists]
         products = [index for index, event in enumerate(events) if event.operation == PRODUCT and event.taken < 0]
-        places = [] if state_exists else products  # steps that made the state have also multiplied
+        places = [] if state_exists else products  # the steps that made the state took them
         self._workspaces = dict(zip(places, workspaces, strict=False))  # by the event that they come with
         self._run(sorted({*before}.difference(self._rebuilt, self._late)))
         for num_bytes in workspaces[len(places) :]:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchtune_adaptive.engine.memory.operations import OperationMode
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.hugging_face.keys import ModelKeys
 from torchtune_adaptive.plan.hugging_face.model import LanguageModel, unpacked
@@ -29,15 +29,15 @@ GPT = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64,
 GPT |= {"vocab_size": 1000, "n_positions": 128}
 
 
-class OperationsSeen(TorchDispatchMode):
+class OperationsSeen(OperationMode):
     """Notes the shapes of the tensors that operations return."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: set[tuple[int, ...]] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         self.shapes |= {tuple(one.shape) for one in tree_leaves(result) if isinstance(one, torch.Tensor)}
         return result
 

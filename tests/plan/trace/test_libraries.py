@@ -1,6 +1,7 @@
 """What kernels and libraries take beside tensors is what torch gives them, at any number of rows."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,20 @@ from torchtune_adaptive.plan.trace.step_events import StepEvents
 A100 = 108 * 2048  # threads
 _ATEN: Any = torch.ops.aten
 SUM, MEAN, NORM = _ATEN.sum.dim_IntList, _ATEN.mean.dim, _ATEN.linalg_vector_norm.default
+
+
+def traced(build_model: Callable[[], nn.Module], shape: tuple[int, ...]) -> StepEvents:
+    """A step on samples of this shape."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
+        model(rows).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters())
+
+    return trace_loop(build_model, optimizer_of, step, lambda size: torch.zeros(size, *shape)).step
 
 
 @pytest.mark.parametrize(
@@ -68,14 +83,7 @@ def test_a_step_has_that_of_its_own_rows_and_a_cpu_has_none() -> None:
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
             return rows * self.weight
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
-        model(rows).sum().backward()
-        optimizer.step()
-        model.zero_grad()
-
-    found = trace_loop(
-        Scaled, lambda model: torch.optim.SGD(model.parameters()), step, lambda size: torch.zeros(size, 1024, 2048)
-    ).step
+    found = traced(Scaled, (1024, 2048))
     for rows in (1, 2, 3, 12, 40):
         events = found.at(rows)
         without, own = exact(events).allocated_bytes, replayed(events, threads=A100).allocated_bytes
@@ -103,17 +111,7 @@ def test_a_card_that_runs_more_threads_takes_more_for_a_sum() -> None:
 
 
 def test_forward_and_backward_have_a_first_product_each() -> None:
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
-        model(rows).sum().backward()
-        optimizer.step()
-        model.zero_grad()
-
-    found = trace_loop(
-        lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))),
-        lambda model: torch.optim.SGD(model.parameters()),
-        step,
-        lambda size: torch.zeros(size, 8),
-    ).step
+    found = traced(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), (8,))
     assert [event.phase for event in found.at(2) if event.operation == PRODUCT and event.taken < 0] == [
         *("forward", "backward")
     ]

@@ -50,7 +50,7 @@ class LanguageModel:
         with _errors_explained(self.path):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         if self.keys.load_in_4bit:
-            self._quantize(transformers, model)
+            self._quantize(model)
         return model
 
     def require_row_length(self, model: nn.Module, seq_len: int) -> None:
@@ -157,8 +157,8 @@ class LanguageModel:
     def loading(self) -> tuple[Events, Events]:
         """What transformers takes to load weights in 4 bits on a GPU: before they are there, and at the end.
 
-        First it takes all that they will need at once (`caching_allocator_warmup`), which then has no room for the last
-        of the weights to be packed. Other weights are loaded in host memory.
+        First it takes, at once, all that the packed weights will need (`caching_allocator_warmup`). They fill it, so
+        that there is no room to pack the last one. A model that is not in 4 bits is loaded in host memory.
         """
         if not self.keys.load_in_4bit:
             return (), ()
@@ -172,19 +172,23 @@ class LanguageModel:
         """The type of tensors that hold weights of 4 bits."""
         return getattr(torch, self.keys.bnb_4bit_quant_storage or "uint8")
 
-    def _quantize(self, transformers: Any, model: Any) -> None:
-        """Let bitsandbytes' layers take the place of linear ones. ``pack`` packs their weights."""
-        imported("bitsandbytes", needed_for="weights in 4 bits")
+    @property
+    def quantization(self) -> Any:
+        """The ``BitsAndBytesConfig`` of weights in 4 bits, as the keys say."""
         keys = self.keys
-        config = transformers.BitsAndBytesConfig(
+        return _transformers().BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_compute_dtype=self.dtype,
             bnb_4bit_quant_type=keys.bnb_4bit_quant_type,
             bnb_4bit_use_double_quant=keys.use_bnb_nested_quant,
             bnb_4bit_quant_storage=keys.bnb_4bit_quant_storage,
         )
+
+    def _quantize(self, model: Any) -> None:
+        """Let bitsandbytes' layers take the place of linear ones. ``pack`` packs their weights."""
+        imported("bitsandbytes", needed_for="weights in 4 bits")
         quantizers = imported("transformers.quantizers", needed_for="weights in 4 bits")
-        quantizer = quantizers.AutoHfQuantizer.from_config(config)
+        quantizer = quantizers.AutoHfQuantizer.from_config(self.quantization)
         quantizer.preprocess_model(model=model, device_map=None)
         quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
@@ -230,7 +234,7 @@ def _linear_in_4_bits(
     absmax_code: torch.Tensor | None = None,
     absmax_offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The operation `gemm_4bit` of bitsandbytes by others of it, each of which allocates its result alone."""
+    """What `gemm_4bit` of bitsandbytes computes, by operations that a trace sees: the weight is unpacked first."""
     if absmax_8bit is not None:
         nested = torch.ops.bitsandbytes.dequantize_blockwise(absmax_8bit, scales, absmax_code, 256, torch.float32)
         scales = nested + absmax_offset

@@ -59,13 +59,13 @@ class _Run(NamedTuple):
         return self.length + periods * self.period
 
 
-def with_setup(events: Events, setup: Events, *, loading: Events = ()) -> Events:
-    """The events of a step, with those of loading the weights before these, and those of a set-up after them."""
-    weights = sum(event.phase == BEFORE and event.kind in WEIGHTS for event in events)
-    return _inserted(_inserted(events, setup, weights), loading, 0)
+def with_setup(events: Events, setup: Events) -> Events:
+    """The events of a step, with those of a set-up after the weights."""
+    return inserted(events, setup, sum(event.phase == BEFORE and event.kind in WEIGHTS for event in events))
 
 
-def _inserted(events: Events, more: Events, place: int) -> Events:
+def inserted(events: Events, more: Events, place: int) -> Events:
+    """``events`` with ``more`` of them before the one at ``place``."""
     if not more:
         return events
 

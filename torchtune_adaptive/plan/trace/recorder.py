@@ -69,7 +69,7 @@ class StepTrace:
         self._like_cuda = like_cuda
         self._storages = Storages(self._record_change)
         self._streams: list[Any] = [torch.cpu.current_stream()]
-        self._summed: dict[int, int] = {}  # by operation that adds: the storage that CUDA would change
+        self._donors: dict[int, int] = {}  # by operation: the storage that CUDA would change in place
         self._multiplied: set[bool] = set()  # whether forward and backward had a product of matrices
         self._num_before = 0  # changes
         self._watch = _WatchFakes(self._after_operation, self._after_resize)
@@ -109,7 +109,7 @@ class StepTrace:
         taken: dict[int, int] = {}  # by storage that is live: the event that took it
         sizes: dict[int, int] = {}
         starts = deque(index for index, pair in enumerate(pairwise(("", *self._phases))) if pair[0] != pair[1])
-        for index, (operation, storage, change_bytes, stream) in enumerate(_in_order(self._summed_in_place())):
+        for index, (operation, storage, change_bytes, stream) in enumerate(_in_order(self._in_place())):
             if self._kinds[storage] == ON_HOST:
                 continue
             if index >= self._num_before:
@@ -141,13 +141,13 @@ class StepTrace:
             return self._phases[operation], self._operations[operation]
         return self._phases[-1], _END
 
-    def _summed_in_place(self) -> list[_Change]:
-        """The changes, but what CUDA does in place has the storage of its first operand if that ends with it."""
+    def _in_place(self) -> list[_Change]:
+        """The changes; where CUDA works in place, a result has the storage of its first operand if that ends then."""
         changes, renamed = list(self._changes), dict[int, int]()
         index = self._num_before
         while index < len(changes):
             change = changes[index]
-            donor = self._summed.get(change.operation)
+            donor = self._donors.get(change.operation)
             donor = renamed.get(donor, donor) if donor is not None else None
             if donor is not None and change.change_bytes > 0 and (end := self._end_of(donor, changes, index, renamed)):
                 renamed[change.storage] = donor
@@ -212,13 +212,9 @@ class StepTrace:
         if self._like_cuda and is_backward:
             self._follow_cuda(func, inputs[0])
         self._end_operation(str(func))
-        if self._like_cuda and (sizes := size_of_sum(func, inputs[0])) is not None:
-            self._note(OUTPUTS, sizes[0])
-            self._note(INPUTS, sizes[1])
-        if self._like_cuda and func.overloadpacket in _PRODUCTS and is_backward not in self._multiplied:
-            self._multiplied.add(is_backward)
-            self._note(PRODUCT, 1)
-        if not self._like_cuda and func is torch.ops.c10d._reduce_scatter_base_.default:
+        if self._like_cuda:
+            self._note_for_replay(func, inputs[0], is_backward=is_backward)
+        elif func is torch.ops.c10d._reduce_scatter_base_.default:
             copy = torch.empty_like(inputs[0][1])  # gloo holds it until this rank has copied its part
             self.mark(copy, "gradients")
             self._end_operation("gloo's copy")
@@ -228,7 +224,7 @@ class StepTrace:
         if func in _IN_PLACE and not torch.is_grad_enabled():
             operand = next(iter(plain_parts(args[0])), None)
             if operand is not None and not operand._is_view() and operand.untyped_storage() in self._storages:
-                self._summed[len(self._operations)] = self._storages.see(operand.untyped_storage())
+                self._donors[len(self._operations)] = self._storages.see(operand.untyped_storage())
         elif func.__name__.startswith("_scaled_dot_product_flash_attention") and "backward" in func.__name__:
             batch, heads, tokens, head_dim = args[1].shape
             # float32 sums for the softmax and for the queries' gradient (flash_attn/flash_api.cpp)
@@ -246,6 +242,14 @@ class StepTrace:
             self.mark(outputs, "gathered parameters")
         elif name.startswith("chunk_cat"):
             self.mark(inputs, "gradients")
+
+    def _note_for_replay(self, func: Any, args: Any, *, is_backward: bool) -> None:
+        if (sizes := size_of_sum(func, args)) is not None:
+            self._note(OUTPUTS, sizes[0])
+            self._note(INPUTS, sizes[1])
+        if func.overloadpacket in _PRODUCTS and is_backward not in self._multiplied:
+            self._multiplied.add(is_backward)
+            self._note(PRODUCT, 1)
 
     def _note(self, name: str, number: int) -> None:
         """Record an event that the replay reads: its bytes are a number."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.host_memory import HostFigures
-from torchtune_adaptive.plan.trace.events import Event, Events, extended, with_setup
+from torchtune_adaptive.plan.trace.events import Event, Events, extended, inserted, with_setup
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StepEvents:
                 f"A batch of {batch_size} cannot be planned: its memory does not follow from that of {small} and"
                 f" {large}."
             )
-        return with_setup(whole, self.setup, loading=self.loading)
+        return inserted(with_setup(whole, self.setup), self.loading, 0)
 
     def follows(self, batch_size: int) -> bool:
         """Whether the step of ``batch_size`` rows follows from those that were traced."""
