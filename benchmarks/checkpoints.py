@@ -8,6 +8,7 @@ machine affects all equally. Then every recipe of the tiny model is trained and 
 Prints tables and writes them to ``results/checkpoints_cpu.md``.
 """
 
+import argparse
 import logging
 import tempfile
 import time
@@ -83,6 +84,7 @@ class Waits(Watch):
 
 def main() -> None:
     """Measure and write the tables."""
+    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
     waits, run = measured_on_ranks(_waits, RANKS, make_assets=_wide_assets)
     _report(waits, _all_peaks(), run)
 

@@ -8,6 +8,7 @@ computes with are in host memory too, in the plan as in the run. Prints a table 
 ``results/host_memory_cpu.md``.
 """
 
+import argparse
 import json
 import logging
 import os
@@ -91,6 +92,7 @@ def resident_bytes() -> tuple[int, int]:
 
 def main() -> None:
     """Measure and write the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
     started, load = time.perf_counter(), os.getloadavg()[0]
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     # Tensors of large models are mapped and freed one by one. This makes it so for these smaller ones too.

@@ -8,6 +8,7 @@ to round, so that other load on the machine affects all equally. A second stock 
 to differ. All must log the same losses, rates and gradient norms. ``results/loop_cpu.md`` has the tables.
 """
 
+import argparse
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -107,6 +108,7 @@ def recipe_of(
 
 def main() -> None:
     """Measure and write the tables."""
+    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
     _report(*measured_on_ranks(_measure, RANKS, CASES, make_assets=partial(make_tiny_assets, num_samples=2000)))
 
 

@@ -8,6 +8,7 @@ Each plan is a program of its own that begins with an empty cache, and runs once
 there. Prints a table and writes it to ``results/plan_cost_cpu.md``.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -62,6 +63,7 @@ class Run:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
     load, started = os.getloadavg()[0], time.perf_counter()
     rows = []
     with tempfile.TemporaryDirectory() as models:

@@ -7,6 +7,7 @@ published figures by group, separately for points whose config is known in full,
 ``results/published_gpu.md``. No GPU is used.
 """
 
+import argparse
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ class Compared:
 
 def main() -> None:
     """Plan all points, and write the tables."""
+    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
     _report([compare(point) for point in tqdm(read_points(), unit=" points")])
 
 

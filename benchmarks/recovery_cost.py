@@ -7,6 +7,7 @@ load on the machine affects all equally. A second plain loop shows how much equa
 with the same parameters. Prints a table and writes it to ``results/recovery_cost_cpu.md``.
 """
 
+import argparse
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -154,6 +155,7 @@ class Times:
 
 def main() -> None:
     """Measure every case and write the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
     _report(*measured_on_ranks(_measure, RANKS, CASES, make_assets=no_assets))
 
 

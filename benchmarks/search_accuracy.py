@@ -7,6 +7,7 @@ exhaustive search: a metered step without any limit at 1, 2, 3, ... rows, until 
 used on a rank, and at two sizes more. Prints a table and writes it to ``results/search_accuracy_cpu.md``.
 """
 
+import argparse
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,6 +73,7 @@ CASES = [
 
 def main() -> None:
     """Measure every case, write the table, and exit with status 1 if a search is wrong."""
+    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
     rows, run = measured_on_ranks(_measure, RANKS, CASES, make_assets=partial(make_tiny_assets, num_samples=2000))
     wrong = sum("WRONG" in cell for row in rows for cell in row)
     _report(rows, wrong, run)

@@ -10,6 +10,7 @@ With ``TEST_DEVICE=cuda``, on a simulated GPU, it takes only the configs that ne
 ``results/stock_starts_simulated.md``.
 """
 
+import argparse
 import inspect
 import os
 import tempfile
@@ -72,6 +73,7 @@ class Start:
 
 def main() -> None:
     """Start all configs, and write the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
     started = time.perf_counter()
     if _ON_GPU:
         os.environ |= _SIMULATED
