@@ -1,5 +1,6 @@
 """A config's step over fake tensors: extrapolated from few layers where they repeat, and of the right kinds."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.replay import StepMemory, exact
 from torchtune_adaptive.plan.trace import config_steps
 from torchtune_adaptive.plan.trace.config_steps import steps_of, trace_config
-from torchtune_adaptive.plan.trace.events import Event, Events
+from torchtune_adaptive.plan.trace.events import BEFORE, WEIGHTS, Event, Events
 from torchtune_adaptive.plan.trace.few_layers import layers_limited_to
 from torchtune_adaptive.plan.trace.host_figures import host_figures
+from torchtune_adaptive.plan.trace.loading import load
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
 from torchtune_adaptive.plan.trace.recorder import StepTrace
 from torchtune_adaptive.plan.trace.restored import fake_process_group
+from torchtune_adaptive.plan.trace.step_events import StepEvents
 from torchtune_adaptive.stock.configs import load_config
 
 SEQ_LEN = 64
@@ -91,6 +94,17 @@ def test_where_layers_differ_or_cannot_be_left_out_the_whole_model_is_traced(
     assert layers_traced[name] == (10,)
 
 
+LOADED = {
+    "as they are": [],
+    "in 4 bits": [
+        "model.quantize_base=True",
+        "model.embed_dim=128",
+        "model.intermediate_dim=128",
+        "model.num_kv_heads=4",
+    ],
+}
+
+
 def _kinds() -> dict[str, Any]:
     seen: dict[str, Any] = {}
     on_host = trace_config(_cfg("full", *CUDA, "fsdp_cpu_offload=True"), world_size=4, seq_lens=[SEQ_LEN])
@@ -116,6 +130,10 @@ def _kinds() -> dict[str, Any]:
     seen["buffers"] = [
         _memory(_cfg("full", *_model("with_a_buffer", num_layers=1, is_lazy=is_lazy))).phases for is_lazy in (0, 1)
     ]
+    seen["loads"] = {
+        name: trace_config(_cfg("lora", *CUDA, *more), world_size=1, seq_lens=[8]).lengths[0]
+        for name, more in LOADED.items()
+    }
     with fake_process_group(4):
         seen["state of ranks"] = {name: _host_figures_on_ranks(4, name) for name in STATE_OF_RANKS}
     return seen | {sentence: _refusal(*overrides) for sentence, overrides in REFUSED.items()}
@@ -198,6 +216,21 @@ def test_a_model_that_makes_a_buffer_in_its_first_step_is_planned_as_one_that_ha
     assert lazily == at_once
 
 
+@pytest.mark.parametrize("name", LOADED)
+def test_all_that_is_large_before_the_state_is_loaded(kinds: dict[str, Any], name: str) -> None:
+    step: StepEvents = kinds["loads"][name]
+    (loads,) = step.loads
+    kept: list[int] = []
+    for one in loads:
+        given_back = {event.taken for event in one}
+        kept += [event.num_bytes for place, event in enumerate(one) if event.taken < 0 and place not in given_back]
+    weights = [one.num_bytes for one in step.traced[1][0] if one.phase == BEFORE and one.kind in WEIGHTS]
+    kept_large, large = (sorted(num_bytes for num_bytes in some if num_bytes >= 1024) for some in (kept, weights))
+    assert kept_large == large
+    angles = 4 * 512 * 16  # of 512 positions
+    assert loads[0] == load([2 * angles], temporary=[angles] * 3)
+
+
 @pytest.mark.parametrize("name", STATE_OF_RANKS)
 def test_each_rank_has_its_share_of_the_state_and_all_ranks_have_the_whole(kinds: dict[str, Any], name: str) -> None:
     state, whole_state, on_host = kinds["state of ranks"][name]
@@ -227,6 +260,7 @@ class RepeatingRecipe:
     """
 
     fusion_interval = 0
+    loads: Sequence[Events] = ()
 
     def __init__(self, cfg: DictConfig, *, num_layers: int | None = None) -> None:
         self.models: list[Any] = []

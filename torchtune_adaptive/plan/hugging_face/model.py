@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.plan.hugging_face.keys import ModelKeys, imported
-from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events
+from torchtune_adaptive.plan.trace.events import Events
+from torchtune_adaptive.plan.trace.loading import load
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.weight)?$")  # names of tables of positions in transformers
+_BLOCK = 64  # values of a weight in 4 bits that have one scale (bitsandbytes.functional.quantize_4bit)
 _FLASH = "packed_rows"  # what transformers knows flash attention by in a trace
 
 
@@ -154,18 +156,31 @@ class LanguageModel:
             packed = torch.empty(num_values, 1, dtype=self._packed_dtype, device="meta")
             quantized.weight = nn.Parameter(packed, requires_grad=False)
 
-    def loading(self) -> tuple[Events, Events]:
-        """What transformers takes to load weights in 4 bits on a GPU: before they are there, and at the end.
+    def loads(self) -> list[Events]:
+        """How transformers loads weights in 4 bits onto a GPU. Others are loaded in host memory.
 
-        First it takes, at once, all that the packed weights will need (`caching_allocator_warmup`). They fill it, so
-        that there is no room to pack the last one. A model that is not in 4 bits is loaded in host memory.
+        First it takes, at once, all that the packed weights will need (`caching_allocator_warmup`). Then it loads them
+        in the order of their names, and packs each.
         """
         if not self.keys.load_in_4bit:
-            return (), ()
+            return []
         model = self.build()
-        unpacked = max(one.weight.numel() for one in _layers_in_4_bits(model)) * self.dtype.itemsize
+        in_4_bits = {*_layers_in_4_bits(model)}
+        values = {f"{name}.weight": one.weight.numel() for name, one in model.named_modules() if one in in_4_bits}
         self.pack_without_scales(model)
-        return _taken_once(sum(one.nbytes for one in model.parameters())), _taken_once(unpacked)
+        weights = sorted(model.named_parameters(), key=lambda one: _natural(one[0]))
+        at_once = load([], temporary=[sum(weight.nbytes for _, weight in weights)])
+        return [at_once, *(self._load(weight.nbytes, values.get(name, 0)) for name, weight in weights)]
+
+    def _load(self, num_bytes: int, values_in_4_bits: int) -> Events:
+        """How a weight is loaded. Each block of 4 bits has a scale in float32, or those are quantized in turn."""
+        if not values_in_4_bits:
+            return load([num_bytes])
+        blocks, unpacked = -(-values_in_4_bits // _BLOCK), values_in_4_bits * self.dtype.itemsize
+        scales = 4 * blocks
+        if self.keys.use_bnb_nested_quant:
+            return load([num_bytes, blocks], temporary=[unpacked, scales])
+        return load([scales, num_bytes], temporary=[unpacked])
 
     @property
     def _packed_dtype(self) -> torch.dtype:
@@ -194,8 +209,9 @@ class LanguageModel:
         model.hf_quantizer = quantizer
 
 
-def _taken_once(num_bytes: int) -> Events:
-    return Event(BEFORE, "loading", "temporaries", num_bytes), Event(BEFORE, "loading", "temporaries", 0, taken=0)
+def _natural(name: str) -> list[str | int]:
+    """A key by which names are sorted as people sort them: layer 2 before layer 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _layers_in_4_bits(model: nn.Module) -> list[Any]:

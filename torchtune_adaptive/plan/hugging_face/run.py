@@ -28,7 +28,7 @@ from torchtune_adaptive.plan.hugging_face.kernels import tokens_of_a_tile, trl_a
 from torchtune_adaptive.plan.hugging_face.keys import NOT_OF_A_STEP, Arguments, RunKeys, TrainerClasses, imported
 from torchtune_adaptive.plan.hugging_face.model import LanguageModel, unpacked
 from torchtune_adaptive.plan.hugging_face.replicas import not_replicated, setup_of_replicas
-from torchtune_adaptive.plan.trace.events import Events, extended, inserted, with_bytes_of
+from torchtune_adaptive.plan.trace.events import Events, extended, with_bytes_of
 from torchtune_adaptive.plan.trace.fake_tensors import make_fake
 from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
@@ -188,9 +188,9 @@ class HuggingFaceRun:
         return model
 
     @cached_property
-    def _loading(self) -> tuple[Events, Events]:
+    def _loads(self) -> list[Events]:
         with quietly(), torch.device("meta"):
-            return self.model.loading()
+            return self.model.loads()
 
     @property
     def adapters(self) -> Any:
@@ -250,12 +250,11 @@ class HuggingFaceRun:
             )
         replicas = training.options_of_ddp
         setup = () if replicas is None else setup_of_replicas(self._whole_packed, replicas)
-        loading, packing = self._loading
         step = replace(
             traced.step,
             state_exists=False,  # a trainer's first step makes the state
-            setup=inserted(setup, packing, 0),
-            loading=loading,
+            setup=setup,
+            loads=(self._loads,),
         )
         return replace(traced, lengths=(step,))
 

@@ -176,7 +176,8 @@ class ConfigSteps:
         periods = (self.num_layers - fewest) // self._period if len(layers) > 1 else 0
         for most in range(SMALL_BATCH_SIZES[1], _FEWEST_PASSES + 2):
             traced = {rows: self._of_layers(layers, rows, seq_len) for rows in range(1, most + 1)}
-            step = StepEvents(seq_len, traced, periods)
+            loads = tuple(self._recipe(number).loads for number in layers)
+            step = StepEvents(seq_len, traced, periods, loads=loads)
             if step.follows(1) and step.follows(most + 1) and self._is_confirmed(step, fewest):
                 return step
         if len(layers) > 1:

@@ -61,19 +61,15 @@ class _Run(NamedTuple):
 
 def with_setup(events: Events, setup: Events) -> Events:
     """The events of a step, with those of a set-up after the weights."""
-    return inserted(events, setup, sum(event.phase == BEFORE and event.kind in WEIGHTS for event in events))
-
-
-def inserted(events: Events, more: Events, place: int) -> Events:
-    """``events`` with ``more`` of them before the one at ``place``."""
-    if not more:
+    if not setup:
         return events
+    place = sum(event.phase == BEFORE and event.kind in WEIGHTS for event in events)
 
     def moved(event: Event, places: int) -> Event:
         return event._replace(taken=event.taken + places) if event.taken >= 0 else event
 
-    later = (moved(event, len(more) if event.taken >= place else 0) for event in events[place:])
-    return (*events[:place], *(moved(event, place) for event in more), *later)
+    later = (moved(event, len(setup) if event.taken >= place else 0) for event in events[place:])
+    return (*events[:place], *(moved(event, place) for event in setup), *later)
 
 
 def extended(few: Events, more: Events, periods: int) -> Events | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -16,20 +16,24 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes
+from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.model_fusion import DeepFusionModel, FusionLayer
 from torchtune.modules.peft import DoRALinear
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.memory.operations import plain_parts
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.trace.events import BEFORE, Events
 from torchtune_adaptive.plan.trace.fake_images import images_of
 from torchtune_adaptive.plan.trace.fake_step import FakeStep
 from torchtune_adaptive.plan.trace.fake_tensors import make_fake
 from torchtune_adaptive.plan.trace.few_layers import layers_limited_to
 from torchtune_adaptive.plan.trace.host_figures import host_figures
 from torchtune_adaptive.plan.trace.keys import is_packed
+from torchtune_adaptive.plan.trace.loading import load, without_loops
 from torchtune_adaptive.plan.trace.loop_tracer import LoopTracer
 from torchtune_adaptive.plan.trace.offloaded_activations import OffloadedActivations
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
@@ -54,6 +58,7 @@ class FakeRecipe:
         models: all on the device, the trained one first.
         num_layers: layers of the trained model that were built.
         true_num_layers: layers that the config's trained model has.
+        loads: of their weights, in order.
         fusion_interval: every such layer of the trained model is fused with images; 0 in text models.
 
     Raises:
@@ -91,6 +96,7 @@ class FakeRecipe:
         meter: Any = self._tracer  # it takes the phases as a meter does
         step.phases = Phases(self.models, meter)
         with self._mode.faking():
+            self.loads = [one for model in self.models for one in _loads_of(model)] if self._like_cuda else []
             self._warm_up()
 
     def trace(self, batch_size: int, seq_len: int) -> StepTrace:
@@ -267,6 +273,39 @@ class _SetUpOnFakes(AdaptiveRecipe):
 
     def row_format(self) -> RowFormat:
         return TokenRows(self._loss_fn.ignore_index)  # also of texts with images: there is no sample to see
+
+
+def _loads_of(model: nn.Module) -> Iterator[Events]:
+    """How the weights of a model come onto a GPU. Call it in the fake mode.
+
+    First rotations of all positions are computed: from the angles, their cosines and their sines.
+    """
+    for module in model.modules():
+        if hasattr(module, "build_rope_cache"):
+            num_bytes: int = cast("Any", module).cache.nbytes
+            yield load([num_bytes], temporary=[num_bytes // 2] * 3)
+    in_4_bits: dict[Any, Events] = {}
+    for weight in model.parameters():
+        if isinstance(weight, NF4Tensor):
+            if weight.shape not in in_4_bits:
+                in_4_bits[weight.shape] = _load_in_4_bits(weight)
+            yield in_4_bits[weight.shape]
+        else:
+            yield load(part.nbytes for part in plain_parts(weight))
+
+
+def _load_in_4_bits(weight: NF4Tensor) -> Events:
+    """The load of a weight that is packed on the GPU (``stock/load.py``)."""
+    trace = StepTrace(like_cuda=True)
+    unpacked = torch.empty(weight.shape, dtype=weight.dtype)
+    trace.mark(unpacked, "temporaries")
+    trace.enter_phase("loading")
+    with trace:
+        packed = to_nf4(unpacked, block_size=weight.block_size, scaler_block_size=weight.scaler_block_size)
+        del unpacked
+    events = (one._replace(phase=BEFORE, operation="loading", kind="temporaries") for one in trace.events())
+    del packed  # which the trace saw until now
+    return without_loops(tuple(events))
 
 
 def _text_part(model: Any) -> Any:

@@ -1,13 +1,14 @@
 """The memory of a train step at any number of rows, from traces of a few rows and layers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.host_memory import HostFigures
-from torchtune_adaptive.plan.trace.events import Event, Events, extended, inserted, with_setup
+from torchtune_adaptive.plan.trace.events import Event, Events, extended, with_setup
+from torchtune_adaptive.plan.trace.loading import arranged, with_more_layers
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class StepEvents:
         periods: of layers that the whole model has more than the first of the traced ones.
         state_exists: the optimizer's state is there before the first step, as after a search.
         setup: what is taken and given back a single time, after the weights: before the first step or the second.
-        loading: what is taken and given back before the weights are there.
+        loads: of the weights, see ``loading.py``: with all layers; or with few, and with a period more. () if weights
+            come one after the other, and nothing else.
     """
 
     seq_len: int
@@ -29,7 +31,7 @@ class StepEvents:
     periods: int = 0
     state_exists: bool = True
     setup: Events = ()
-    loading: Events = ()
+    loads: tuple[Sequence[Events], ...] = ()
     _found: dict[int, Events] = field(default_factory=dict, init=False, repr=False, compare=False)  # of the traced rows
 
     def at(self, batch_size: int) -> Events:
@@ -45,7 +47,9 @@ class StepEvents:
                 f"A batch of {batch_size} cannot be planned: its memory does not follow from that of {small} and"
                 f" {large}."
             )
-        return inserted(with_setup(whole, self.setup), self.loading, 0)
+        few, *more = self.loads or [()]
+        loads = with_more_layers(few, more[0], self.periods) if more else few
+        return arranged(with_setup(whole, self.setup), loads)
 
     def follows(self, batch_size: int) -> bool:
         """Whether the step of ``batch_size`` rows follows from those that were traced."""
@@ -53,13 +57,14 @@ class StepEvents:
 
     def as_json(self) -> dict[str, Any]:
         """The events as JSON values."""
-        return {"seq_len": self.seq_len, "traced": self.traced, "periods": self.periods}
+        return {"seq_len": self.seq_len, "traced": self.traced, "periods": self.periods, "loads": self.loads}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "StepEvents":
         """The events from the value of ``as_json``."""
         traced = {int(rows): tuple(map(_events_of, steps)) for rows, steps in content["traced"].items()}
-        return cls(content["seq_len"], traced, content["periods"])
+        loads = tuple([*map(_events_of, of_model)] for of_model in content["loads"])
+        return cls(content["seq_len"], traced, content["periods"], loads=loads)
 
     def _whole(self, batch_size: int) -> Events | None:
         if batch_size in self._found:
