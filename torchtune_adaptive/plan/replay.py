@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, takewhile
+from itertools import accumulate, groupby
 
 from torchtune_adaptive.plan.allocator import Block, CachingAllocator
 from torchtune_adaptive.plan.trace.events import BEFORE, REBUILT, Events
@@ -132,18 +132,25 @@ class _Process:
         self._workspaces = dict(zip(places, workspaces, strict=False))  # by the event that they come with
         state = [] if self._late else [index for index in before if events[index].kind == STATE]
         self._run(sorted({*before}.difference(self._rebuilt, self._late, state)))
-        if state:
+        if state_exists:
             self._make_state(state)
         for num_bytes in workspaces[len(places) :]:
             allocator.allocate(num_bytes)
 
     def _make_state(self, state: Sequence[int]) -> None:
-        """Make the optimizer's state as the run does: a step with gradients alone, after which the cache is emptied."""
-        gradients = [self.allocator.allocate(num_bytes) for num_bytes in _bytes_of_gradients(self._events)]
+        """Make the optimizer's state as the run does: by a step on gradients of zeros. Then the cache is emptied.
+
+        Adam, of which ``allocate_state`` makes it, has two tensors of the size of each gradient, one after the other.
+        """
+        groups = (
+            (num_bytes, len([*same])) for num_bytes, same in groupby(self._events[one].num_bytes for one in state)
+        )
+        gradients = [self.allocator.allocate(num_bytes) for num_bytes, number in groups for _ in range(number // 2)]
         self._run(state)
         for block in gradients:
             self.allocator.free(block)
         self.allocator.empty_cache()
+        self.allocator.peak_reserved_bytes = self.allocator.reserved_bytes
 
     def step(self) -> None:
         """Run a step. Afterwards there is what was there before: a step replaces what it gives back of it."""
@@ -176,14 +183,3 @@ class _Process:
             elif event.num_bytes:
                 held[index] = block = allocator.allocate(event.num_bytes, event.stream)
                 changes[index] = block.num_bytes
-
-
-def _bytes_of_gradients(events: Events) -> list[int]:
-    """The bytes of the gradients that are there when the optimizer steps."""
-    before = list(takewhile(lambda event: event.phase != OPTIMIZER, events))
-    given_back = {event.taken for event in before}
-    return [
-        event.num_bytes
-        for index, event in enumerate(before)
-        if event.kind == "gradients" and event.num_bytes and index not in given_back
-    ]

@@ -277,3 +277,12 @@ def test_a_frozen_parameter_of_any_type_and_layout_is_seen_to_change(
     last = model.changed[..., -1] if model.changed.dim() > 0 else model.changed
     last.zero_()
     assert frozen.first_changed() == "changed"
+
+
+def test_a_frozen_bias_that_a_layer_casts_when_it_is_first_used_has_not_changed() -> None:
+    model = nn.Linear(4, 4).requires_grad_(False)
+    frozen = UnchangedParameters(model, are_trained=False)
+    model.bias.data = model.bias.data.half()
+    assert frozen.first_changed() == ""
+    model.weight.add_(1)
+    assert frozen.first_changed() == "weight"

@@ -335,6 +335,19 @@ def test_a_micro_step_that_acts_on_more_than_gradients_is_refused_before_it_does
         assert not any(one.main_grad.any() for one in model.parameters())  # pyright: ignore
 
 
+def test_memory_that_a_layer_has_given_up_is_no_parameter() -> None:
+    """bitsandbytes casts a bias when it is first used: a tensor made later may get the memory from before."""
+    model = net()
+    model.bias = bias = nn.Parameter(torch.ones(64), requires_grad=False)
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        bias.data = bias.data.double()
+        made = [torch.empty(64).fill_(1) for _ in range(100)]
+        return total_loss(model, rows) + 0 * torch.stack(made).sum()
+
+    step_of(model, loss).dry_run(ROWS)
+
+
 def test_hooks_that_keep_gradients_and_parameters_without_gradients_are_no_harm() -> None:
     model = net()
     model.append(nn.Linear(2, 2))  # not used

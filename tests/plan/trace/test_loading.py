@@ -21,7 +21,7 @@ def step_with(taken: int) -> Events:
 
 
 def reserved_after(events: Events) -> int:
-    return replayed(events).reserved_bytes
+    return replayed(events, state_exists=False).reserved_bytes
 
 
 def test_a_weight_that_is_packed_on_the_device_leaves_the_memory_of_the_unpacked_one_to_later_ones() -> None:
@@ -105,6 +105,12 @@ def test_the_state_is_made_beside_gradients_after_which_the_cache_is_emptied() -
     for num_bytes in sizes:
         allocator.allocate(num_bytes)
     assert replayed((*events, *given_back)).reserved_bytes == allocator.reserved_bytes == 40 * MIB
+
+
+def test_an_optimizer_in_backward_never_has_all_gradients_with_which_its_state_was_made() -> None:
+    state = [Event(BEFORE, "mark 2", STATE, 64 * MIB)] * 2
+    step = Event("forward", "mm", "activations", 12 * MIB), Event("backward", "mm", "activations", 0, taken=3)
+    assert replayed((*weights(64 * MIB), *state, *step)).reserved_bytes == (3 * 64 + 12) * MIB
 
 
 def test_gradients_with_which_the_state_was_made_leave_no_room_for_activations() -> None:

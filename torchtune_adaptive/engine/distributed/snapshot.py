@@ -168,18 +168,20 @@ class KeptTensors:
 class UnchangedParameters:
     """Parameters of ``model`` with checksums: a step may write to them, unseen by autograd.
 
-    For example to a teacher whose weights are an average of the student's.
+    For example to a teacher whose weights are an average of the student's. A cast to another type, which a layer does
+    when it is first used, is no change: training would do it, too.
     Args:
         are_trained: whether they are those that need gradients, or those that need none.
     """
 
     def __init__(self, model: nn.Module, *, are_trained: bool) -> None:
         chosen = [(name, one) for name, one in model.named_parameters() if one.requires_grad is are_trained]
-        self._checksums = [(name, one, _checksum(one)) for name, one in chosen]
+        self._before = [(name, one, one.dtype, _checksum(one)) for name, one in chosen]
 
     def first_changed(self) -> str:
         """The name of the first one whose values have changed, or ""."""
-        return next((name for name, one, before in self._checksums if _checksum(one) != before), "")
+        same_type = ((name, one, checksum) for name, one, dtype, checksum in self._before if one.dtype == dtype)
+        return next((name for name, one, checksum in same_type if _checksum(one) != checksum), "")
 
 
 def _checksum(tensor: torch.Tensor) -> list[int]:

@@ -6,7 +6,7 @@ Otherwise the loss or a layer mixes the samples of a micro-batch.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -105,7 +105,8 @@ class Trial:
         Raises:
             CannotRecoverError: the micro-step changes a parameter or the state of an optimizer; before it does so.
         """
-        states, attributes = RandomStates(self._device), _attributes(self._model)
+        states = RandomStates(self._device)
+        attributes = {name: _attributes_of(one) for name, one in self._model.named_parameters()}
         try:
             with ExitStack() as stack:
                 for name, module in self._model.named_modules():
@@ -123,8 +124,9 @@ class Trial:
                 yield
         finally:
             states.restore()
-        for name, of_parameter in _attributes(self._model).items():
-            if of_parameter != attributes[name]:
+        for name, parameter in self._model.named_parameters():
+            before, after = attributes[name], _attributes_of(parameter)
+            if before.keys() != after.keys() or any(before[key] is not value for key, value in after.items()):
                 raise cannot_recover(f"a micro-step puts tensors into attributes of the parameter `{name}`")
 
     def note(self, result: Any) -> None:
@@ -286,11 +288,16 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Guard(OperationMode):
-    """Raises an error before an operation writes to one of ``tensors``: names by the identity of their memory."""
+    """Raises an error before an operation writes to one of ``tensors``, by their names.
 
-    def __init__(self, tensors: dict[int, str]) -> None:
+    A layer may replace the memory of its parameter, as bitsandbytes does to cast a bias. The memory from before is held
+    until then, so that a new tensor does not get it.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
-        self._tensors = tensors
+        self._held = [(name, one.untyped_storage()) for name, one in tensors if one.layout is torch.strided]
+        self._names = {storage._cdata: name for name, storage in self._held}
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.is_mutable and func._schema.name != "aten::set_":  # of parametrizations; values stay
@@ -301,12 +308,14 @@ class _Guard(OperationMode):
 
     def _check(self, written: Any) -> None:
         for one in written if isinstance(written, list | tuple) else (written,):
-            if isinstance(one, torch.Tensor) and (name := self._tensors.get(_memory_of(one) or 0)) is not None:
+            if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
+                continue
+            if name := self._names.get(one.untyped_storage()._cdata):
                 raise cannot_recover(f"a micro-step writes to {name}, which would happen twice if it ran again")
 
 
-def _kept_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, str]:
-    """What a micro-step must not write to: the identity of its memory, and its name."""
+def _kept_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a micro-step must not write to, with names: plain tensors."""
     named: list[tuple[str, Any]] = [(f"the parameter `{name}`", one) for name, one in model.named_parameters()]
     for name, one in model.named_parameters():
         named += [(f"`{key}` of the parameter `{name}`", value) for key, value in _attributes_of(one).items()]
@@ -314,24 +323,14 @@ def _kept_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
         states = (value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values())
         named += [(f"the state of the optimizer {type(optimizer).__name__}", value) for value in states]
     tensors = ((name, value) for name, value in named if isinstance(value, torch.Tensor))
-    found = ((_memory_of(part), name) for name, value in tensors for part in plain_parts(value) if part.numel())
-    return {memory: name for memory, name in found if memory is not None}
-
-
-def _memory_of(tensor: torch.Tensor) -> int | None:
-    """The identity of a tensor's memory; None if it has several, as a sparse one."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
-
-
-def _attributes(model: nn.Module) -> dict[str, dict[str, int]]:
-    """The identities of the tensors in attributes that a program has given to parameters, as ``main_grad``."""
-    return {
-        name: {key: id(value) for key, value in _attributes_of(one).items()} for name, one in model.named_parameters()
-    }
+    return ((name, part) for name, value in tensors for part in plain_parts(value) if part.numel())
 
 
 def _attributes_of(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """The tensors in attributes of a parameter, but for those that a sharded one consists of."""
+    """The tensors that a program has put into attributes of a parameter, as ``main_grad``.
+
+    Those that a sharded one consists of are none.
+    """
     values = vars(parameter).items()
     return {key: value for key, value in values if isinstance(value, torch.Tensor) and key != "_local_tensor"}
 
