@@ -17,6 +17,8 @@ from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.hugging_face.kernels import tokens_of_a_tile
 from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
 from torchtune_adaptive.plan.hugging_face.ways import ways_to_fit
+from torchtune_adaptive.plan.trace.events import Events
+from torchtune_adaptive.plan.trace.loading import load
 
 pytestmark = pytest.mark.integrations
 
@@ -100,6 +102,26 @@ def test_weights_of_4_bits_take_half_a_byte_and_their_scales(path: str) -> None:
     scales, of_nested = (bytes_of(plan, "other tensors") for plan in (packed, nested))
     assert scales == pytest.approx(LINEAR / 64 * 4, rel=0.3)  # the allocator rounds up
     assert of_nested < scales
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_weights_of_4_bits_are_loaded_in_the_order_of_their_names(path: str, is_nested: bool) -> None:
+    """As transformers loads them, after it has taken all they need at once: its names of layers are numbers."""
+    keys: dict[str, Any] = {"load_in_4bit": True, "dtype": "bfloat16", "use_bnb_nested_quant": is_nested}
+    with torch.device("meta"):
+        at_once, *loads = run_of(path, **keys).model.loads()
+    embedding, norm, attention, mlp = (2 * 4000 * 256, 2 * 256, 256 * 256, 256 * 512)
+
+    def packed(values: int) -> Events:
+        num_bytes, blocks = values // 2, values // 64
+        if is_nested:
+            return load([num_bytes, blocks], temporary=[2 * values, 4 * blocks])
+        return load([4 * blocks, num_bytes], temporary=[2 * values])
+
+    layer = [load([norm]), *[packed(mlp)] * 3, load([norm]), *[packed(attention)] * 4]
+    assert loads == [load([embedding]), load([embedding]), *layer * 4, load([norm])]
+    taken, given_back = at_once
+    assert (taken.num_bytes, given_back.taken) == (2 * embedding + 9 * norm + LINEAR // 2, 0)
 
 
 def test_pairs_have_a_reference_unless_there_are_adapters_or_it_is_computed_before(path: str) -> None:

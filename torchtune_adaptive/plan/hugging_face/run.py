@@ -33,7 +33,8 @@ from torchtune_adaptive.plan.trace.fake_tensors import make_fake
 from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
 
-UNCERTAINTY = 0.03  # of reserved bytes, by benchmarks/results/trainer_accuracy_simulated.md
+# Of reserved bytes. 0.9 % was the worst in benchmarks/results/trainer_accuracy_simulated.md; no real GPU was measured.
+UNCERTAINTY = 0.03
 _OFFLOADED_BYTES = 1024  # of the smallest tensor that TRL offloads (trl/models/activation_offloading.py)
 # `max_length` of TRL's trainers by default; transformers' Trainer has none.
 _USUAL_LENGTHS = MappingProxyType({"sft": 1024, "dpo": 1024, "transformers": 4096})
