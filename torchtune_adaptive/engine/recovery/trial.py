@@ -290,8 +290,8 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 class _Guard(OperationMode):
     """Raises an error before an operation writes to one of ``tensors``, by their names.
 
-    A layer may replace the memory of its parameter, as bitsandbytes does to cast a bias. The memory from before is held
-    until then, so that a new tensor does not get it.
+    A layer may replace the memory of its parameter, as bitsandbytes does to cast a bias. The memory that it had is held
+    meanwhile, so that no new tensor gets it.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
