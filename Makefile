@@ -115,7 +115,7 @@ simulated-gpu: $(STAMP) $(SIMULATED_STAMP) $(TORCHTITAN_STAMP)
 		PYTHONPATH="$(CURDIR)/.venv-simulated-gpu/torch_alone" .venv-torchtitan/bin/python -m pytest -W ignore \
 		-m integrations tests/integrations/test_torchtitan_allocation_failures.py
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu \
-		--parts sizes,recovery,thrashing,tokens
+		--parts nccl,sizes,recovery,thrashing,tokens
 	.venv-simulated-gpu/bin/python -m benchmarks.plan_accuracy --output benchmarks/results/plan_accuracy_simulated.md
 	.venv-simulated-gpu/bin/python -m benchmarks.trainer_accuracy \
 		--output benchmarks/results/trainer_accuracy_simulated.md
