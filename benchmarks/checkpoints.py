@@ -84,7 +84,7 @@ class Waits(Watch):
 
 def main() -> None:
     """Measure and write the tables."""
-    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
+    argparse.ArgumentParser(description=__doc__).parse_args()  # refuses arguments
     waits, run = measured_on_ranks(_waits, RANKS, make_assets=_wide_assets)
     _report(waits, _all_peaks(), run)
 

@@ -92,7 +92,7 @@ def resident_bytes() -> tuple[int, int]:
 
 def main() -> None:
     """Measure and write the table."""
-    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
+    argparse.ArgumentParser(description=__doc__).parse_args()  # refuses arguments
     started, load = time.perf_counter(), os.getloadavg()[0]
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     # Tensors of large models are mapped and freed one by one. This makes it so for these smaller ones too.

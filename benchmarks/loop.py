@@ -108,7 +108,7 @@ def recipe_of(
 
 def main() -> None:
     """Measure and write the tables."""
-    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
+    argparse.ArgumentParser(description=__doc__).parse_args()  # refuses arguments
     _report(*measured_on_ranks(_measure, RANKS, CASES, make_assets=partial(make_tiny_assets, num_samples=2000)))
 
 

@@ -63,7 +63,7 @@ class Run:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
+    argparse.ArgumentParser(description=__doc__).parse_args()  # refuses arguments
     load, started = os.getloadavg()[0], time.perf_counter()
     rows = []
     with tempfile.TemporaryDirectory() as models:

@@ -95,7 +95,7 @@ class Compared:
 
 def main() -> None:
     """Plan all points, and write the tables."""
-    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
+    argparse.ArgumentParser(description=__doc__).parse_args()  # refuses arguments
     _report([compare(point) for point in tqdm(read_points(), unit=" points")])
 
 

@@ -155,7 +155,7 @@ class Times:
 
 def main() -> None:
     """Measure every case and write the table."""
-    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
+    argparse.ArgumentParser(description=__doc__).parse_args()  # refuses arguments
     _report(*measured_on_ranks(_measure, RANKS, CASES, make_assets=no_assets))
 
 

@@ -73,7 +73,7 @@ CASES = [
 
 def main() -> None:
     """Measure every case, write the table, and exit with status 1 if a search is wrong."""
-    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
+    argparse.ArgumentParser(description=__doc__).parse_args()  # refuses arguments
     rows, run = measured_on_ranks(_measure, RANKS, CASES, make_assets=partial(make_tiny_assets, num_samples=2000))
     wrong = sum("WRONG" in cell for row in rows for cell in row)
     _report(rows, wrong, run)

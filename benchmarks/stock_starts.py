@@ -73,7 +73,7 @@ class Start:
 
 def main() -> None:
     """Start all configs, and write the table."""
-    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
+    argparse.ArgumentParser(description=__doc__).parse_args()  # refuses arguments
     started = time.perf_counter()
     if _ON_GPU:
         os.environ |= _SIMULATED

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
 
-from torchtune_adaptive.plan.allocator import Block, CachingAllocator
+from torchtune_adaptive.plan.allocator import Block, CachingAllocator, DoesNotFitError
 from torchtune_adaptive.plan.trace.events import BEFORE, REBUILT, Events
 from torchtune_adaptive.plan.trace.libraries import PRODUCT, with_scratch
 
@@ -141,16 +141,26 @@ class _Process:
         """Make the optimizer's state as the run does: by a step on gradients of zeros. Then the cache is emptied.
 
         Adam, of which ``allocate_state`` makes it, has two tensors of the size of each gradient, one after the other.
+        Gradients do not count in the limit: steps have as many at once, or one at a time if the optimizer steps in
+        backward, where the state is made so, too.
+
+        Raises:
+            DoesNotFitError: the state does not fit beside the weights.
         """
+        allocator, limit_bytes = self.allocator, self.allocator.limit_bytes
+        allocator.limit_bytes = float("inf")
         groups = (
             (num_bytes, len([*same])) for num_bytes, same in groupby(self._events[one].num_bytes for one in state)
         )
-        gradients = [self.allocator.allocate(num_bytes) for num_bytes, number in groups for _ in range(number // 2)]
+        gradients = [allocator.allocate(num_bytes) for num_bytes, number in groups for _ in range(number // 2)]
         self._run(state)
         for block in gradients:
-            self.allocator.free(block)
-        self.allocator.empty_cache()
-        self.allocator.peak_reserved_bytes = self.allocator.reserved_bytes
+            allocator.free(block)
+        allocator.empty_cache()
+        allocator.peak_reserved_bytes = allocator.reserved_bytes
+        allocator.limit_bytes = limit_bytes
+        if allocator.reserved_bytes > limit_bytes:
+            raise DoesNotFitError(f"{allocator.reserved_bytes} bytes of weights and optimizer state do not fit")
 
     def step(self) -> None:
         """Run a step. Afterwards there is what was there before: a step replaces what it gives back of it."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchtune_adaptive.plan.allocator import MIB, CachingAllocator
+from torchtune_adaptive.plan.allocator import MIB, CachingAllocator, DoesNotFitError
 from torchtune_adaptive.plan.replay import OPTIMIZER, STATE, replayed
 from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events
 from torchtune_adaptive.plan.trace.loading import arranged, load, with_more_layers, without_loops
@@ -110,7 +110,16 @@ def test_the_state_is_made_beside_gradients_after_which_the_cache_is_emptied() -
 def test_an_optimizer_in_backward_never_has_all_gradients_with_which_its_state_was_made() -> None:
     state = [Event(BEFORE, "mark 2", STATE, 64 * MIB)] * 2
     step = Event("forward", "mm", "activations", 12 * MIB), Event("backward", "mm", "activations", 0, taken=3)
-    assert replayed((*weights(64 * MIB), *state, *step)).reserved_bytes == (3 * 64 + 12) * MIB
+    events = (*weights(64 * MIB), *state, *step)
+    assert replayed(events).reserved_bytes == (3 * 64 + 12) * MIB
+    assert replayed(events, limit_bytes=(3 * 64 + 12) * MIB).reserved_bytes == (3 * 64 + 12) * MIB
+
+
+def test_a_state_that_does_not_fit_beside_the_weights_is_refused() -> None:
+    """Also if the step itself takes nothing that is new."""
+    events = (*weights(64 * MIB), *[Event(BEFORE, "mark 2", STATE, 64 * MIB)] * 2)
+    with pytest.raises(DoesNotFitError, match="of weights and optimizer state do not fit"):
+        replayed(events, limit_bytes=3 * 64 * MIB - 1)
 
 
 def test_gradients_with_which_the_state_was_made_leave_no_room_for_activations() -> None:

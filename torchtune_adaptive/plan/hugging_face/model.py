@@ -173,7 +173,7 @@ class LanguageModel:
         return [at_once, *(self._load(weight.nbytes, values.get(name, 0)) for name, weight in weights)]
 
     def _load(self, num_bytes: int, values_in_4_bits: int) -> Events:
-        """How a weight is loaded. Each block of 4 bits has a scale in float32, or those are quantized in turn."""
+        """How a weight is loaded. In 4 bits, each of its blocks has a scale in float32, which may be quantized, too."""
         if not values_in_4_bits:
             return load([num_bytes])
         blocks, unpacked = -(-values_in_4_bits // _BLOCK), values_in_4_bits * self.dtype.itemsize

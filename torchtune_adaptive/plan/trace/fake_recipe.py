@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -281,9 +281,9 @@ def _loads_of(model: nn.Module) -> Iterator[Events]:
     First rotations of all positions are computed: from the angles, their cosines and their sines.
     """
     for module in model.modules():
-        if hasattr(module, "build_rope_cache"):
-            num_bytes: int = cast("Any", module).cache.nbytes
-            yield load([num_bytes], temporary=[num_bytes // 2] * 3)
+        rotations = getattr(module, "cache", None)
+        if hasattr(module, "build_rope_cache") and isinstance(rotations, torch.Tensor):
+            yield load([rotations.nbytes], temporary=[rotations.nbytes // 2] * 3)
     in_4_bits: dict[Any, Events] = {}
     for weight in model.parameters():
         if isinstance(weight, NF4Tensor):
