@@ -91,14 +91,19 @@ def of_model(calls: Sequence[Call], setting: Setting) -> Iterator[Figures]:
         yield [allocator.allocated_bytes, allocator.reserved_bytes, allocator.retries, int(refused)]
 
 
-def of_torch(calls: Sequence[Call], setting: Setting) -> Iterator[Figures]:
-    """The figures of torch's allocator after each call."""
+def prepared_streams(setting: Setting) -> list[torch.cuda.Stream]:
+    """Streams of torch's allocator, which is set so and holds nothing."""
     torch._C._cuda_clearCublasWorkspaces()  # which matrix products of other tests have left
     torch.cuda.empty_cache()
     torch.cuda.memory._set_allocator_settings(f"expandable_segments:{setting.expandable}")
     total_bytes = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (setting.limit_bytes or total_bytes) / total_bytes))
-    streams = [torch.cuda.default_stream(), *(torch.cuda.Stream() for _ in range(NUM_STREAMS - 1))]
+    return [torch.cuda.default_stream(), *(torch.cuda.Stream() for _ in range(NUM_STREAMS - 1))]
+
+
+def of_torch(calls: Sequence[Call], setting: Setting) -> Iterator[Figures]:
+    """The figures of torch's allocator after each call."""
+    streams = prepared_streams(setting)
     retries = torch.cuda.memory_stats()["num_alloc_retries"]
     tensors: list[torch.Tensor | None] = []
     for name, value, stream in calls:
