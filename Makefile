@@ -5,6 +5,7 @@ TORCHTITAN_STAMP := .venv-torchtitan/stamp
 SIMULATED_TORCH := 2.13.0
 SIMULATED_STAMP := .venv-simulated-gpu/stamp-$(SIMULATED_TORCH)
 TORCH := torch>=2.9,<2.14
+LIGER := liger-kernel==0.8.5 triton==3.9.0
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
 .PHONY: test check suite fast demo docs reference pictures bench gpu simulated-gpu integrations plans starts slurm cable exhaustive format clean
@@ -100,7 +101,7 @@ $(STAMP): pyproject.toml
 # Without torchtune and torchao, beside which peft refuses LoRA.
 $(INTEGRATIONS_STAMP): pyproject.toml tests/integrations/requirements.txt
 	$(PYTHON) -m venv .venv-integrations
-	.venv-integrations/bin/python -m pip install '$(TORCH)' -e . -r tests/integrations/requirements.txt
+	.venv-integrations/bin/python -m pip install '$(TORCH)' -e . -r tests/integrations/requirements.txt $(LIGER)
 	touch $@
 
 $(TORCHTITAN_STAMP): pyproject.toml tests/integrations/requirements_torchtitan.txt
@@ -117,7 +118,7 @@ simulated-gpu: $(STAMP) $(SIMULATED_STAMP) $(TORCHTITAN_STAMP)
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu \
 		--parts nccl,sizes,recovery,thrashing,tokens
 	.venv-simulated-gpu/bin/python -m benchmarks.plan_accuracy --output benchmarks/results/plan_accuracy_simulated.md
-	.venv-simulated-gpu/bin/python -m benchmarks.trainer_accuracy \
+	PYTHONPATH=.venv-simulated-gpu/liger .venv-simulated-gpu/bin/python -m benchmarks.trainer_accuracy \
 		--output benchmarks/results/trainer_accuracy_simulated.md
 
 # torch as it is for CUDA, with stand-ins for CUDA itself: see tests/simulated_gpu/README.md.
@@ -131,6 +132,7 @@ $(SIMULATED_STAMP): pyproject.toml tests/integrations/requirements.txt $(wildcar
 	.venv-simulated-gpu/bin/python -m tests.simulated_gpu.install .venv-simulated-gpu/headers/nvidia/cu13/include
 	.venv-simulated-gpu/bin/python -m pip install -e '.[torchtune]' --group dev -r tests/integrations/requirements.txt
 	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/torchvision torchvision==0.28.0
+	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/liger $(LIGER) # a simulated GPU has no Triton
 	mkdir -p .venv-simulated-gpu/torch_alone # for the environment of torchtitan, beside which torchao must not be
 	cd .venv-simulated-gpu/torch_alone && for name in torch torchgen functorch simulated_gpu_values \
 		simulated_gpu_values-1.0.dist-info; do ln -sfn ../lib/python*/site-packages/$$name .; done

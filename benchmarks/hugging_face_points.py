@@ -22,6 +22,7 @@ from torchtune_adaptive.plan.any_loop import plan_of_loop
 from torchtune_adaptive.plan.decide import Plan
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
+from torchtune_adaptive.plan.hugging_face.tracing import RunTracer
 
 FOLDER = Path(__file__).parent
 POINTS, RESULTS = FOLDER / "published_hugging_face.json", FOLDER / "results" / "published_hugging_face.md"
@@ -98,7 +99,9 @@ def _planned(point: Point, config: dict[str, Any], directory: Path) -> Plan | st
     run = HuggingFaceRun(path=str(directory), trainer="transformers", **point.run)
     card = Card.named("80GiB")
     try:
-        return plan_of_loop(run.trace(), card, ranks=run.ranks, batch_sizes=(), title=point.name, assumptions="")
+        return plan_of_loop(
+            RunTracer(run).trace(), card, ranks=run.ranks, batch_sizes=(), title=point.name, assumptions=""
+        )
     except InputError as error:
         return str(error)
 

@@ -1,11 +1,11 @@
 """Does a plan of a Hugging Face model know what torch's allocator reserves in its trainer?
 
-    .venv-simulated-gpu/bin/python -m benchmarks.trainer_accuracy --output FILE
+    PYTHONPATH=.venv-simulated-gpu/liger .venv-simulated-gpu/bin/python -m benchmarks.trainer_accuracy --output FILE
 
 Plans the runs of ``CASES``, and trains them for three steps on a GPU, by default a simulated one, with random weights.
-Needs transformers, TRL, peft, accelerate and bitsandbytes. Kernels of Triton do nothing in both, as a simulated GPU has
-none; nor do those of bitsandbytes in a training. TRL's batches have at most 8192 tokens: which of them its loss is of
-depends on values, which a simulated GPU has of tensors of that size only.
+Needs transformers, TRL, peft, accelerate, bitsandbytes and Liger. Kernels of Triton do nothing in both, as a simulated
+GPU has none; nor do those of bitsandbytes in a training. TRL's batches have at most 8192 tokens: which of them its loss
+is of depends on values, which a simulated GPU has of tensors of that size only.
 """
 
 import importlib
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,9 @@ LLAMA = {
 ABOUT = """\
 The model is that of Llama 3.2 1B, but with as many heads for keys and values as for queries. *reserved*: the most that
 torch's allocator reserved in the last of three steps, in GiB; *plan*: the error of the plan for the same. *allocated*
-is the error of allocated bytes. A rank of DDP trains without the others: gloo, by which ranks on simulated GPUs
-exchange tensors, keeps memory for a while, so that equal steps reserved up to 10 % more in one run than in another.
+is the error of allocated bytes. Batches of several rows are padded, if not said otherwise. A rank of DDP trains without
+the others: gloo, by which ranks on simulated GPUs exchange tensors, keeps memory for a while, so that equal steps
+reserved up to 10 % more in one run than in another.
 """
 
 
@@ -62,6 +64,8 @@ class Case:
     Attributes:
         keys: of its arguments and of the model.
         sizes: whose steps are measured.
+        mean_len: of `HuggingFaceRun`: by default batches are padded.
+        kv_heads: the model's heads for keys and values.
     """
 
     trainer: str = "sft"
@@ -69,6 +73,8 @@ class Case:
     seq_len: int = 1024
     ranks: int = 1
     sizes: tuple[int, ...] = (1, 3, 8)
+    mean_len: int | None = None
+    kv_heads: int = 32
 
     @property
     def by_ddp(self) -> bool:
@@ -78,10 +84,12 @@ class Case:
 
 _BF16 = {"dtype": "bfloat16"}
 _LORA = _BF16 | {"use_peft": True}
+_LIGER = {"use_liger_kernel": True}
 _QLORA = _LORA | {"load_in_4bit": True}
 CASES = {
     "SFT": Case(),
     "SFT, weights in bfloat16": Case(keys=_BF16),
+    "SFT, weights in bfloat16, rows of equal length": Case(keys=_BF16, mean_len=1024),
     "SFT, no checkpointing": Case(keys=_BF16 | {"gradient_checkpointing": False}),
     "SFT, accumulation": Case(keys=_BF16 | {"gradient_accumulation_steps": 4}),
     "SFT, float16": Case(keys={"fp16": True}),
@@ -97,10 +105,14 @@ CASES = {
         trainer="transformers", keys=_BF16 | {"gradient_checkpointing": True}, sizes=(1, 2, 5)
     ),
     "Trainer, weights in bfloat16": Case(trainer="transformers", keys=_BF16, sizes=(1, 2, 5)),
+    "Trainer, weights in bfloat16, rows of equal length": Case(
+        trainer="transformers", keys=_BF16, sizes=(1, 2, 5), mean_len=1024
+    ),
     "SFT, LoRA, DDP on 2 ranks": Case(keys=_LORA, ranks=2),
     "SFT, LoRA, no checkpointing, DDP on 2 ranks": Case(keys=_LORA | {"gradient_checkpointing": False}, ranks=2),
     "SFT, DDP on 2 ranks": Case(keys=_BF16, ranks=2),
     "DPO": Case(trainer="dpo", keys=_BF16, seq_len=512),
+    "DPO, rows of equal length": Case(trainer="dpo", keys=_BF16, seq_len=512, mean_len=512),
     "DPO, LoRA": Case(trainer="dpo", keys=_LORA, seq_len=512),
     "DPO, LoRA, reference before training": Case(
         trainer="dpo", keys=_LORA | {"precompute_ref_log_probs": True}, seq_len=512
@@ -108,7 +120,18 @@ CASES = {
     "SFT, QLoRA": Case(keys=_QLORA),
     "SFT, QLoRA on all layers": Case(keys=_QLORA | {"lora_target_modules": "all-linear", "use_bnb_nested_quant": True}),
     "SFT, QLoRA, no checkpointing": Case(keys=_QLORA | {"gradient_checkpointing": False}),
+    "SFT, LoRA on 8 bits": Case(keys=_LORA | {"load_in_8bit": True}),
+    "SFT, LoRA on 8 bits, no checkpointing": Case(
+        keys=_LORA | {"load_in_8bit": True, "lora_target_modules": "all-linear", "gradient_checkpointing": False}
+    ),
     "SFT, 8-bit AdamW": Case(keys=_BF16 | {"optim": "adamw_8bit"}),
+    "SFT, grouped heads, rows of 1021, no checkpointing": Case(
+        keys=_BF16 | {"gradient_checkpointing": False}, seq_len=1021, kv_heads=8
+    ),
+    "SFT, Liger's kernels, no checkpointing": Case(keys=_BF16 | _LIGER | {"gradient_checkpointing": False}),
+    "SFT, LoRA, Liger's kernels": Case(keys=_LORA | _LIGER),
+    "Trainer, Liger's kernels": Case(trainer="transformers", keys={"bf16": True} | _LIGER, sizes=(1, 2, 5)),
+    "Trainer, weights in bfloat16, Liger's kernels": Case(trainer="transformers", keys=_BF16 | _LIGER, sizes=(1, 2, 5)),
     "SFT, FSDP2 on 2 ranks": Case(keys={"fsdp": True}, ranks=2),
     "SFT, LoRA, FSDP2 on 2 ranks": Case(keys=_LORA | {"fsdp": True}, ranks=2),
 }
@@ -117,15 +140,22 @@ CASES = {
 def _run(case: Case, folder: Path) -> Any:
     from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
 
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": case.kv_heads}))
     return HuggingFaceRun(
-        path=str(folder), seq_len=case.seq_len, trainer=case.trainer, keys=case.keys, ranks=case.ranks
+        path=str(folder),
+        seq_len=case.seq_len,
+        trainer=case.trainer,
+        keys=case.keys,
+        ranks=case.ranks,
+        mean_len=case.mean_len,
     )
 
 
 def _planned(case: Case, folder: Path) -> dict[str, list[int]]:
     """Allocated and reserved bytes of each size."""
-    return planned_bytes(batch_sizes(_run(case, folder).trace().step), case.sizes)
+    from torchtune_adaptive.plan.hugging_face.tracing import RunTracer
+
+    return planned_bytes(batch_sizes(RunTracer(_run(case, folder)).trace().step), case.sizes)
 
 
 def _measured(case: Case, folder: Path, rows: int) -> list[int]:
@@ -134,8 +164,9 @@ def _measured(case: Case, folder: Path, rows: int) -> list[int]:
     import torch
     from transformers import HfArgumentParser, TrainerCallback
 
-    from torchtune_adaptive.plan.hugging_face import run as of_plan
     from torchtune_adaptive.plan.hugging_face.kernels import kernels_do_nothing
+    from torchtune_adaptive.plan.hugging_face.liger import kernels_do_nothing as liger_kernels_do_nothing
+    from torchtune_adaptive.plan.hugging_face.training import tokenizer, without_torchao
 
     if case.by_ddp:
         _be_one_of(case.ranks)
@@ -170,13 +201,17 @@ def _measured(case: Case, folder: Path, rows: int) -> list[int]:
         if not run.run_keys.model.use_peft:
             options["ref_model"] = _loaded(run, "cuda")
     if case.trainer != "transformers":
-        options |= {"processing_class": of_plan._tokenizer(), "peft_config": run.adapters}
-    with of_plan._without_torchao():
+        options |= {"processing_class": tokenizer(), "peft_config": run.adapters}
+    with without_torchao():
         trainer = classes.trainer(model=model, args=arguments, callbacks=[Watch()], **options)
     del model, options
     masks: Any = importlib.import_module("transformers.masking_utils")
-    full_rows = mock.patch.object(masks, "_ignore_causal_mask_sdpa", return_value=True)  # a simulated GPU has no values
-    with kernels_do_nothing(), full_rows:
+    no_places = mock.patch.object(torch, "argwhere", lambda one: torch.empty(0, 1, dtype=torch.long, device=one.device))
+    is_padded = run.usual_len < run.seq_len and (rows > 1 or case.trainer == "dpo")
+    # A simulated GPU has no values, which tell whether rows are full and where outliers of weights in 8 bits are.
+    full_rows = mock.patch.object(masks, "_ignore_causal_mask_sdpa", return_value=not is_padded)
+    liger = liger_kernels_do_nothing() if keys.get("use_liger_kernel") else nullcontext()
+    with kernels_do_nothing(), liger, full_rows, no_places:
         trainer.train()
     return [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
 
@@ -188,7 +223,7 @@ def _loaded(run: Any, device: str) -> Any:
 
     config = AutoConfig.from_pretrained(run.path)
     config.use_cache = False
-    if not run.run_keys.model.load_in_4bit:
+    if run.model.quantized is None:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=run.model.dtype)
         torch.cuda.empty_cache()  # tied weights were two tensors at first, which a checkpoint's are not
@@ -199,7 +234,7 @@ def _loaded(run: Any, device: str) -> Any:
     tensors = {name: torch.zeros_like(one, device="cpu") for name, one in own.items()}
     model.save_pretrained(run.path, state_dict=tensors)
     model = AutoModelForCausalLM.from_pretrained(
-        run.path, quantization_config=run.model.quantization, dtype=run.model.dtype, device_map={"": 0}
+        run.path, quantization_config=run.model.quantized.config, dtype=run.model.dtype, device_map={"": 0}
     )
     model.config.use_cache = False
     return model

@@ -16,6 +16,7 @@ def write_atomically(path: Path, content: str | bytes, *, makes_folder: bool = T
 
     Args:
         makes_folder: create the directory and its parents if they do not exist.
+
     Raises:
         OSError: the file cannot be written; an existing file is kept.
     """

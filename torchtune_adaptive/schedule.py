@@ -102,6 +102,7 @@ class MeasuredSchedule(ABC):
     """A ``batch_increase_function`` that is given gradient norms measured in training.
 
     An increase above the maximum is reduced to it, while that of a plain function is refused.
+
     Attributes:
         every_steps: number of optimizer steps from one measurement to the next. A measured step has at least two
             micro-steps, and needs two more passes over the gradients, but no further collectives.
@@ -143,6 +144,7 @@ class gradient_noise_scale(MeasuredSchedule):
     (https://arxiv.org/abs/1812.06162), is ``tr(covariance of a sample's gradient) / |mean gradient|**2``, in samples.
     Far below it, doubling the batch halves the number of steps needed. Far above it, a larger batch brings little.
     Appendix A.1 of the paper estimates both parts from the norms of gradients over a small and a large batch.
+
     Args:
         max_factor: above 1. A batch may always grow by one sample.
         every_steps: optimizer steps from one measurement to the next.

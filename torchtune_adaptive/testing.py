@@ -58,6 +58,7 @@ class Fault(OperationMode):
         ranks: ranks of the default process group on which it strikes; None: every rank.
         phase: count only in this phase of a train step, for example "backward", entered within the context.
         strike: the fault: ``out_of_memory``, ``kill_process``, or any other function.
+
     Attributes:
         count: number of occurrences so far.
         has_struck: whether the fault has struck.

@@ -4,6 +4,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torchtune_adaptive.plan.decide import Plan
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.hugging_face.kernels import tokens_of_a_tile
 from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
+from torchtune_adaptive.plan.hugging_face.tracing import RunTracer
 from torchtune_adaptive.plan.hugging_face.ways import ways_to_fit
 from torchtune_adaptive.plan.trace.events import Events
 from torchtune_adaptive.plan.trace.loading import load
@@ -45,13 +47,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def run_of(path: str, *, trainer: str = "sft", ranks: int = 1, seq_len: int = 1024, **keys: Any) -> HuggingFaceRun:
-    return HuggingFaceRun(path=path, seq_len=seq_len, trainer=trainer, keys=keys, ranks=ranks)
+def run_of(
+    path: str, *, trainer: str = "sft", ranks: int = 1, seq_len: int = 1024, mean_len: int | None = None, **keys: Any
+) -> HuggingFaceRun:
+    return HuggingFaceRun(path=path, seq_len=seq_len, trainer=trainer, keys=keys, ranks=ranks, mean_len=mean_len)
 
 
 def plan_of(run: HuggingFaceRun, memory: str = "24GiB") -> Plan:
     card = Card.named(memory)
-    return plan_of_loop(run.trace(), card, ranks=run.ranks, batch_sizes=[1], title="", assumptions="")
+    return plan_of_loop(RunTracer(run).trace(), card, ranks=run.ranks, batch_sizes=[1], title="", assumptions="")
 
 
 @functools.cache
@@ -64,12 +68,12 @@ def bytes_of(plan: Plan, kind: str) -> float:
 
 
 def test_the_loss_of_a_large_batch_works_on_one_tile_of_tokens(path: str) -> None:
-    run = run_of(path)
-    assert run._sizes() == [5, 6, 1, 2, 3]  # 5 rows of 1023 tokens are more than a tile
+    tracer = RunTracer(run_of(path))
+    assert tracer.sizes() == [5, 6, 1, 2, 3]  # 5 rows of 1023 tokens are more than a tile
     assert tokens_of_a_tile() == 4096
-    few = run._traced(4, sizes=run._sizes())
-    assert few.step.at(40) == run._traced(4, sizes=[40, 41]).events(40)
-    assert few.step.at(4) == run._traced(4, sizes=[4, 3]).events(4)
+    few = tracer.traced(4, sizes=tracer.sizes())
+    assert few.step.at(40) == tracer.traced(4, sizes=[40, 41]).events(40)
+    assert few.step.at(4) == tracer.traced(4, sizes=[4, 3]).events(4)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +90,59 @@ def test_many_layers_on_ranks_are_planned_from_few_and_take_what_all_of_them_tak
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 10}))
-    run = run_of(str(tmp_path), ranks=2, **options)
-    few, whole = run.trace(), run._traced(None, sizes=run._sizes())
+    tracer = RunTracer(run_of(str(tmp_path), ranks=2, **options))
+    few, whole = tracer.trace(), tracer.traced(None, sizes=tracer.sizes())
     assert few.traced_layers == (4, 6)
-    assert all(few.step.at(rows) == whole.step.at(rows) for rows in (1, max(run._sizes()) + 5))
+    assert all(few.step.at(rows) == whole.step.at(rows) for rows in (1, max(tracer.sizes()) + 5))
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+def test_rows_that_are_padded_need_a_mask_in_each_layer(trainer: str, path: str) -> None:
+    run = run_of(path, trainer=trainer, dtype="bfloat16", use_peft=True, gradient_checkpointing=False)
+    padded, full = plan_of(run), plan_of(replace(run, mean_len=run.seq_len))
+    masks = 4 * 16 * 1024**2 * 2 * (2 if trainer == "dpo" else 1)  # 4 layers, 16 rows, in bfloat16
+    assert padded.size(16).allocated_bytes - full.size(16).allocated_bytes == pytest.approx(masks, rel=0.2)
+
+
+def test_rows_one_after_the_other_take_what_their_mean_says(path: str) -> None:
+    options: dict[str, Any] = {"dtype": "bfloat16", "padding_free": True, "attn_implementation": "flash_attention_2"}
+    options |= {"max_length": None}  # which TRL asks for
+    run = run_of(path, **options)
+    assert run.usual_len == 1024
+    short = plan_of(replace(run, mean_len=512))
+    assert short.size(15).allocated_bytes == pytest.approx(plan_of(run).size(8).allocated_bytes, rel=0.01)  # 8 x 1024
+    with pytest.raises(InputError) as caught:
+        run_of(path, packing=True, mean_len=512)
+    assert str(caught.value) == "`--mean-len` is 512, but packed rows have 1024 tokens each."
+
+
+def test_weights_of_8_bits_are_loaded_and_multiplied_as_on_a_gpu(path: str) -> None:
+    options: dict[str, Any] = {"use_peft": True, "dtype": "bfloat16", "lora_target_modules": "all-linear"}
+    plain, packed = planned(path, **options), planned(path, **options, load_in_8bit=True)
+    assert packed.step.num_parameters == WEIGHTS + ADAPTERS
+    saved = bytes_of(plain, "parameters") - bytes_of(packed, "parameters")
+    assert saved == pytest.approx(LINEAR + 2 * ADAPTERS, rel=0.03)
+    model = run_of(path, load_in_8bit=True, dtype="bfloat16").model
+    assert model.quantized is not None
+    with torch.device("meta"):
+        _, embedding, head, norm, down, *_ = model.quantized.loads(model.build())
+    assert [embedding, head, norm] == [load([2 * 4000 * 256])] * 2 + [load([2 * 256])]
+    values = 256 * 512
+    assert down == load([4 * 256, values], temporary=[2 * values, 2 * values])
+    events = RunTracer(run_of(path, **options, load_in_8bit=True)).traced(1, sizes=[2]).events(2)
+    assert sum(event.num_bytes == 4 * 2 * 1024 * 512 for event in events) >= 2  # in int32, of two layers of the MLP
+
+
+@pytest.mark.parametrize("trainer", ["sft", "transformers"])
+def test_ligers_kernels_take_less_and_leave_transformers_as_it_was(trainer: str, path: str) -> None:
+    from transformers.models.llama import modeling_llama
+
+    before = dict(vars(modeling_llama))
+    options: dict[str, Any] = {"trainer": trainer, "dtype": "bfloat16", "gradient_checkpointing": False}
+    liger = planned(path, **options, use_liger_kernel=True)
+    assert vars(modeling_llama) == before
+    usual = planned(path, **options)
+    assert liger.size(16).allocated_bytes < 0.9 * usual.size(16).allocated_bytes
 
 
 def test_weights_of_4_bits_take_half_a_byte_and_their_scales(path: str) -> None:
@@ -109,7 +162,9 @@ def test_weights_of_4_bits_are_loaded_in_the_order_of_their_names(path: str, is_
     """As transformers loads them, after it has taken all they need at once: its names of layers are numbers."""
     keys: dict[str, Any] = {"load_in_4bit": True, "dtype": "bfloat16", "use_bnb_nested_quant": is_nested}
     with torch.device("meta"):
-        at_once, *loads = run_of(path, **keys).model.loads()
+        model = run_of(path, **keys).model
+        assert model.quantized is not None
+        at_once, *loads = model.quantized.loads(model.build())
     embedding, norm, attention, mlp = (2 * 4000 * 256, 2 * 256, 256 * 256, 256 * 512)
 
     def packed(values: int) -> Events:
@@ -139,17 +194,18 @@ def test_the_trainers_own_arguments_change_what_a_step_takes(path: str) -> None:
     offloaded = planned(path, dtype="bfloat16", gradient_checkpointing=False, activation_offloading=True)
     assert usual < kept
     assert offloaded.size(16).allocated_bytes < kept
+    full = plan_of(run_of(path, dtype="bfloat16", mean_len=1024)).size(16).allocated_bytes
     packed = planned(path, dtype="bfloat16", packing=True, attn_implementation="flash_attention_2")
-    assert packed.size(16).allocated_bytes == pytest.approx(usual, rel=0.02)
+    assert packed.size(16).allocated_bytes == pytest.approx(full, rel=0.02)
     masked = planned(path, dtype="bfloat16", packing=True)
     assert masked.size(16).allocated_bytes > 1.2 * packed.size(16).allocated_bytes  # a matrix of all pairs of tokens
 
 
 def test_short_rows_whose_smallest_tensors_are_not_offloaded_are_planned(path: str) -> None:
-    run = run_of(path, seq_len=512, use_peft=True, dtype="bfloat16", activation_offloading=True)
-    followed = run._traced(None, sizes=run._sizes()).step
+    tracer = RunTracer(run_of(path, seq_len=512, use_peft=True, dtype="bfloat16", activation_offloading=True))
+    followed = tracer.traced(None, sizes=tracer.sizes()).step
     assert {len(followed.at(rows)) for rows in (1, 2)} != {len(followed.at(rows)) for rows in (3, 4)}
-    assert followed.at(6) == run._traced(None, sizes=[6, 7]).events(6)
+    assert followed.at(6) == tracer.traced(None, sizes=[6, 7]).events(6)
 
 
 def test_adapters_under_fsdp2_are_sharded_with_the_weights(path: str) -> None:
@@ -158,7 +214,7 @@ def test_adapters_under_fsdp2_are_sharded_with_the_weights(path: str) -> None:
     assert bytes_of(two, "parameters") == pytest.approx(bytes_of(one, "parameters") / 2, rel=0.05)
     with pytest.raises(InputError) as caught:
         run_of(path, **options, ranks=2, fsdp=True, load_in_4bit=True)
-    assert str(caught.value) == "`load_in_4bit` is not planned together with `fsdp`."
+    assert str(caught.value) == "`load_in_4bit` and `load_in_8bit` are not planned together with `fsdp`."
 
 
 def test_ways_to_fit_say_which_keys_make_it_fit(path: str) -> None:

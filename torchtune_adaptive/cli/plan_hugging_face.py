@@ -42,6 +42,7 @@ def plan_model(arguments: Sequence[str]) -> None:
     card = Card.named(given.memory)
     ranks = integer("--nproc_per_node", given.nproc_per_node) * integer("--nnodes", given.nnodes)
     seq_len = None if given.seq_len is None else integer("--seq-len", given.seq_len)
+    mean_len = None if given.mean_len is None else integer("--mean-len", given.mean_len)
     asked = [] if given.batch_size is None else integers("--batch-size", given.batch_size)
     require_one_of("--trainer", given.trainer, TRAINERS)
     keys = read_keys(given.training_args, [*given.keys, *others])
@@ -52,13 +53,14 @@ def plan_model(arguments: Sequence[str]) -> None:
 
     from torchtune_adaptive.plan.any_loop import LoopPlan, plan_of_loop  # torch takes seconds to import
     from torchtune_adaptive.plan.hugging_face.run import UNCERTAINTY, HuggingFaceRun
+    from torchtune_adaptive.plan.hugging_face.tracing import RunTracer
     from torchtune_adaptive.plan.hugging_face.ways import ways_to_fit
     from torchtune_adaptive.plan.show.as_json import plan_json
     from torchtune_adaptive.plan.show.text import plan_text
 
     def plan(run: HuggingFaceRun, batch_sizes: Sequence[int]) -> LoopPlan:
         return plan_of_loop(
-            run.trace(),
+            RunTracer(run).trace(),
             card,
             ranks=run.ranks,
             overhead=replace(card.overhead(run.ranks, has_group=run.ranks > 1), uncertainty=UNCERTAINTY),
@@ -68,7 +70,9 @@ def plan_model(arguments: Sequence[str]) -> None:
         )
 
     with quietly():
-        run = HuggingFaceRun.of(given.hf, trainer=given.trainer, keys=keys, seq_len=seq_len, ranks=ranks)
+        run = HuggingFaceRun.of(
+            given.hf, trainer=given.trainer, keys=keys, seq_len=seq_len, ranks=ranks, mean_len=mean_len
+        )
         planned = plan(run, asked)
         ways = [] if planned.fits else list(ways_to_fit(run, planned, lambda changed: plan(changed, [1])))
     print(json.dumps(plan_json(planned, ways=ways), indent=2) if given.json else plan_text(planned, ways=ways))
@@ -92,7 +96,8 @@ def parser_of_models() -> argparse.ArgumentParser:
     )
     parser.add_argument("--nproc_per_node", "--nproc-per-node", default="1", help="GPUs per machine [1]")
     parser.add_argument("--nnodes", default="1", help="number of machines [1]")
-    parser.add_argument("--seq-len", help="tokens per row [`max_length`]")
+    parser.add_argument("--seq-len", help="tokens of the longest row [`max_length`]")
+    parser.add_argument("--mean-len", help="tokens of an average row [little less than --seq-len]")
     parser.add_argument("--batch-size", help="also plan this batch size per rank, or several")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="of the trainer's arguments or of the model")

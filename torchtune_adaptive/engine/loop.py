@@ -64,6 +64,7 @@ class Loop:
 
         Steps within run no hooks of the optimizers: see ``without_step_hooks``. A collective. Yields a function that
         restores only the optimizers, for a step that failed while it created their state.
+
         Raises:
             InputError: an optimizer cannot be restored; or on exit, a step has changed parameters that are not.
         """
@@ -123,6 +124,7 @@ def sum_of_results(one: Any, other: Any) -> Any:
     """The sum of two results of micro-steps, elementwise for tuples and dicts.
 
     What is None, or a name that a dict lacks, adds nothing.
+
     Raises:
         InputError: they cannot be summed.
     """

@@ -50,12 +50,14 @@ class TrainerBatches(Slices):
     Args:
         size: samples in a micro-batch.
         rows_per_sample: 2 if a sample is a pair whose parts are in the first and in the second half of a batch.
+
     Attributes:
         joins: whether batches of equally many samples may be joined. Rows are then padded at their end: see
             ``can_be_joined``.
         pad_token: for ``input_ids``.
         factor: by how much the loss of both of two samples differs from the sum of each one's, as a trial has found. It
             is then scaled.
+
     Raises:
         InputError: ``size`` is not an integer of at least 1.
 

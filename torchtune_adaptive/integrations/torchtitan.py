@@ -40,8 +40,10 @@ class AdaptiveTrainer(Trainer):
 
     To add this to another subclass of ``Trainer``, name it first: ``class Mine(AdaptiveTrainer, Theirs)``. The config
     of ``Mine`` then needs a field ``adaptive`` of type ``AdaptiveConfig``.
+
     Attributes:
         recoverable: the step that recovers, with its events. None before the first optimizer step.
+
     Raises:
         CannotRecoverError: the config has CUDA graphs, or a parallelism other than replicas and FSDP2's sharding.
     """
@@ -70,6 +72,7 @@ class AdaptiveTrainer(Trainer):
             input_dict: tensors [rows, tokens, ...].
             labels: [rows, tokens].
             global_valid_tokens: the number of tokens in the loss of the optimizer step, on all ranks.
+
         Raises:
             InputError: the batches cannot be joined and cut by rows.
         """

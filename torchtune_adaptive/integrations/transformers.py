@@ -52,6 +52,7 @@ class AdaptiveTrainerMixin(_Trainer):
             CPU needs one for a search.
         speed: "auto": among the sizes that fit, with gradient checkpointing as it is, without, and in some or all
             layers, take what trains fastest, by the steps of the first batches. None: take the largest that fits.
+
     Raises:
         InputError: the trainer, or one of its arguments, does not allow recovery.
     """

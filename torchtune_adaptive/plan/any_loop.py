@@ -46,7 +46,8 @@ def plan_max_batch_size(
             fake tensors.
         train_step: ``train_step(model, optimizer, batch)`` runs a whole step: forward and backward passes, optimizer
             step. With gradient accumulation it should run two micro-steps. Compiled code runs eagerly.
-        make_batch: ``make_batch(n)`` returns a worst-case batch of n samples of one rank, as long as any in training.
+        make_batch: ``make_batch(n)`` returns a worst-case batch of n samples of one rank, as long as any in training,
+            and with padding if training has any.
         memory: of each rank's device: bytes, a size such as "80GiB", or a GPU's name such as "H100".
         ranks: ranks that train the model together, in one process group.
         margin: fraction of what torch's allocator may use that is kept free, in [0, 1).

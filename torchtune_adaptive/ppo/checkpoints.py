@@ -21,6 +21,7 @@ class PromptBatches:
     Attributes:
         dataset: the prompts, by index.
         done: batches of the current epoch so far, which are not read again; 0 between epochs.
+
     Args:
         restore_random: called after an epoch's iterator is made, which draws a random number.
     """

@@ -37,6 +37,7 @@ def find_turn_sizes(
     """Find both sizes, each while the other one is 1, because generation and training peak at different times.
 
     Restores all state, as ``search`` does. A collective.
+
     Args:
         loop: its step is a turn. It takes both sizes, generated and trained, and uses the longest rows.
         answers: answers generated in a turn.

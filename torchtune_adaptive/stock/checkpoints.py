@@ -34,6 +34,7 @@ class AtomicCheckpointer:
 
     Files are in torchtune's places. In addition, the folder of the latest epoch has the recipe's state, so that weights
     and state are always of one epoch, and the state of the run.
+
     Args:
         checkpointer: torchtune's checkpointer.
     """

@@ -328,6 +328,7 @@ def check_model(model: "nn.Module", settings: AdaptiveSettings, tensor_parallel_
     """Refuse a model that cannot be searched, or that lacks a module of the plan for tensor parallelism.
 
     torchtune has no format of samples for a model with images among its tokens. torch only warns of a missing module.
+
     Args:
         tensor_parallel_plan: empty without tensor parallelism.
     """

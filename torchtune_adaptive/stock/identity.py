@@ -52,6 +52,7 @@ def identity(
     Args:
         cfg: the config with which the recipe was set up.
         has_frozen: whether the trained model has weights that are not trained.
+
     Raises:
         InputError: ``resumed`` was trained on other frozen weights; on all ranks.
     """

@@ -57,6 +57,7 @@ class AdaptiveRecipe:
 
     A recipe can override ``objective``, ``models``, ``row_format``, ``before_step`` and ``save_checkpoint`` for its
     method. Attributes that some stock recipes lack have a default here.
+
     Attributes:
         trainer: the trainer, set by ``setup``.
         on_several_ranks: whether the recipe uses a process group.

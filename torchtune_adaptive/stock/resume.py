@@ -79,6 +79,7 @@ def find_checkpoint(
     Args:
         method: the recipe's method.
         is_last: whether a checkpoint is that of a complete run.
+
     Raises:
         InputError: another run uses the folder, there is no such checkpoint, some rank does not see it, it is of
             another method, or a new run would overwrite existing ones; on all ranks.

@@ -272,6 +272,7 @@ def prepare_recovery(
     """Create the optimizers' state, and prepare recovery while memory is free. A collective.
 
     If recovery is not possible, this is logged, and an out-of-memory error will end the run.
+
     Args:
         is_wanted: whether to recover, if it is possible.
         why_not: why recovery is not possible, if that is known.

@@ -29,6 +29,7 @@ class FolderLock:
 
     Attributes:
         last_run: the id of the run that has written here last, "" if there is none.
+
     Raises:
         InputError: another process holds the lock, or the folder is not writable; it is created if it does not exist.
     """

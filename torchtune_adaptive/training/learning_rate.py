@@ -53,6 +53,7 @@ class LearningRate:
     """Owns the scheduler, the position on its schedule, and the scale for the batch size.
 
     Until ``begin`` the scheduler is stepped once per optimizer step.
+
     Attributes:
         scheduler: None for a constant rate.
         optimizers: those that the rate is for. The scheduler changes one of them, as torchtune's does also where every
@@ -84,6 +85,7 @@ class LearningRate:
             epoch_steps: the part of these in ``epoch``.
             steps_per_epoch: steps per epoch at the current batch size.
             grows: whether the batch may grow, which requires a scheduler that can be evaluated at any position.
+
         Raises:
             InputError: the scheduler cannot be evaluated at any position, but must be.
         """

@@ -43,6 +43,7 @@ def starting_point(
         growth: its maximum is set here.
         epochs_run: epochs done before a resume.
         saved: the saved state, None if a stock recipe wrote the checkpoint.
+
     Raises:
         InputError: the config's batch size does not fit, or the function returns an invalid answer.
     """

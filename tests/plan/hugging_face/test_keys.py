@@ -93,6 +93,7 @@ def test_what_a_model_is_loaded_with_is_read_unless_a_key_says_it() -> None:
             "'lora_rang' is no key of MyArguments or of TRL's ModelConfig; did you mean `lora_r`?",
         ),
         ({"deepspeed": "ds.json"}, "`deepspeed=ds.json` is not planned: DeepSpeed's allocations are not traced."),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "`load_in_4bit` and `load_in_8bit` cannot both be True."),
         ({"use_cpu": True}, "`use_cpu=True` is not planned: a plan is of GPUs."),
         ({"attn_implementation": 5}, "`attn_implementation` must be a word or null, but is 5 instead."),
         ({"bnb_4bit_quant_type": "int4"}, "`bnb_4bit_quant_type` must be one of nf4, fp4, but is 'int4' instead."),

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from torchtune_adaptive.engine.memory.operations import OperationMode
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.hugging_face.keys import ModelKeys
-from torchtune_adaptive.plan.hugging_face.model import LanguageModel, unpacked
+from torchtune_adaptive.plan.hugging_face.model import LanguageModel
+from torchtune_adaptive.plan.hugging_face.quantized import unpacked
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -99,10 +100,17 @@ def test_flash_attention_needs_not_be_installed_and_takes_no_matrix_of_masks(tmp
 
     model: Any = built(model_of(tmp_path, LLAMA, attn_implementation="flash_attention_2"))
     name = model.config._attn_implementation
-    assert AttentionMaskInterface()[name](torch.ones(1, 8)) is None
     queries, keys = torch.ones(2, 4, 8, 16), torch.ones(2, 2, 8, 16)
+    padding = torch.ones(2, 8, dtype=torch.bool)
+    assert AttentionMaskInterface()[name](attention_mask=padding) is None
     attended, _ = AttentionInterface()[name](model, queries, keys, keys, None, scaling=0.25)
     assert torch.equal(attended, torch.ones(2, 8, 4, 16))
+    padding[1, 5:] = False
+    mask = AttentionMaskInterface()[name](attention_mask=padding)
+    with OperationsSeen() as seen:
+        attended, _ = AttentionInterface()[name](model, queries, keys, keys, mask, scaling=0.25)
+    assert torch.equal(attended, padding[..., None, None].expand(2, 8, 4, 16).float())
+    assert (13, 4, 16) in seen.shapes  # queries without padding
 
 
 @pytest.mark.slow

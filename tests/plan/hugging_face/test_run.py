@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torchtune_adaptive.plan.any_loop import plan_of_loop
 from torchtune_adaptive.plan.decide import Plan
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
+from torchtune_adaptive.plan.hugging_face.tracing import RunTracer
 
 WEIGHTS = 2 * 1000 * 64 + 3 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128 + 2 * 64) + 64
 
@@ -32,7 +34,7 @@ def run_of(folder: str | Path, *, ranks: int = 1, **keys: Any) -> HuggingFaceRun
 def planned(path: str, *, ranks: int = 1, offloads: bool = False, **keys: Any) -> Plan:
     if offloads:
         keys["fsdp_config"] = {"cpu_offload": True}
-    traced = run_of(path, ranks=ranks, **keys).trace()
+    traced = RunTracer(run_of(path, ranks=ranks, **keys)).trace()
     return plan_of_loop(traced, Card.named("24GiB"), ranks=ranks, batch_sizes=[4], title="", assumptions="")
 
 
@@ -51,7 +53,9 @@ def test_weights_gradients_and_state_have_the_types_that_the_trainer_gives_them(
     assert bytes_of(mixed, "optimizer state") == pytest.approx(8 * WEIGHTS, rel=0.03)
     assert bytes_of(planned(path, optim="sgd"), "optimizer state") == 0
     assert bytes_of(low, "activations") < bytes_of(mixed, "activations")
-    assert not run_of(path, dtype="bfloat16")._traced(1, sizes=[2]).step.state_exists  # the first step makes it
+    assert (
+        not RunTracer(run_of(path, dtype="bfloat16")).traced(1, sizes=[2]).step.state_exists
+    )  # the first step makes it
 
 
 @pytest.mark.slow
@@ -96,8 +100,8 @@ def test_ranks_have_copies_with_buckets_of_gradients_or_parts_under_fsdp2(path: 
 )
 def test_many_layers_are_planned_from_few_and_take_what_all_of_them_take(keys: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 10}))
-    run = run_of(tmp_path, ranks=2, **keys)
-    few, whole = run.trace(), run._traced(None, sizes=[2])
+    tracer = RunTracer(run_of(tmp_path, ranks=2, **keys))
+    few, whole = tracer.trace(), tracer.traced(None, sizes=[2])
     assert (few.num_layers, few.traced_layers) == (10, (4, 6))
     assert few.step.at(2) == whole.step.at(2)
     assert few.num_parameters == whole.num_parameters
@@ -122,7 +126,7 @@ def test_few_layers_hold_two_periods_of_what_the_config_says_of_each(
     changes: dict[str, Any], counts: tuple[int, ...] | None, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
-    assert run_of(tmp_path)._few_layers() == counts
+    assert RunTracer(run_of(tmp_path)).few_layers() == counts
 
 
 @pytest.mark.slow
@@ -130,9 +134,9 @@ def test_a_model_whose_later_layers_differ_is_traced_whole(tmp_path: Path) -> No
     mixture = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 10}
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "mlp_only_layers": [8]}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | mixture | experts))
-    run = run_of(tmp_path)
-    assert run._few_layers() == (4, 6, 8)
-    assert run._traced_with(4, 6, 8) is None  # the ninth layer has no experts
+    tracer = RunTracer(run_of(tmp_path))
+    assert tracer.few_layers() == (4, 6, 8)
+    assert tracer.traced_with(4, 6, 8) is None  # the ninth layer has no experts
 
 
 def test_rows_are_as_long_as_the_keys_the_trainer_or_the_model_say(tmp_path: Path) -> None:
@@ -151,8 +155,29 @@ def test_the_assumptions_are_one_sentence(path: str) -> None:
     assert run.assumptions == (
         f"Assumed: Trainer of transformers {transformers.__version__}; weights loaded in bfloat16; LoRA of rank 4;"
         " paged optimizer state not counted, as it can move to the host; a copy of the model on each rank (DDP); all"
-        " else as its arguments say, and rows of 64 tokens."
+        " else as its arguments say, and rows of up to 64 tokens, padded to the longest of a batch."
     )
+    assert replace(run, mean_len=64).assumptions.endswith(", and rows of 64 tokens.")
+    assert replace(run, mean_len=9).assumptions.endswith(", and rows of 9 tokens, padded to the longest of a batch.")
+
+
+@pytest.mark.slow
+def test_a_batch_is_padded_unless_its_rows_are_equally_long(path: str) -> None:
+    padded = replace(run_of(path, dtype="bfloat16"), seq_len=48)
+    uses_masks = {
+        mean_len: [
+            any(event.num_bytes == 2 * rows * 48 * 48 for event in traced.events(rows)) for rows in (1, 2)
+        ]  # a mask of all pairs of tokens in bfloat16
+        for mean_len in (None, 48)
+        for traced in (RunTracer(replace(padded, mean_len=mean_len)).traced(1, sizes=[2, 1]),)
+    }
+    assert uses_masks == {None: [False, True], 48: [False, False]}
+
+
+def test_a_mean_that_no_rows_have_is_refused(path: str) -> None:
+    with pytest.raises(InputError) as caught:
+        replace(run_of(path), mean_len=65)
+    assert str(caught.value) == "`--mean-len` must be at most 64, the tokens of the longest row, but is 65 instead."
 
 
 @pytest.mark.parametrize(
@@ -172,9 +197,9 @@ def test_keys_that_cannot_be_planned_are_refused_before_a_trace(keys: dict[str, 
 @pytest.mark.slow
 def test_what_the_trainer_refuses_is_refused_in_its_words(path: str) -> None:
     with pytest.raises(InputError, match=r"^TrainingArguments refuses these keys: .*adamw_9bit"):
-        run_of(path, optim="adamw_9bit").trace()
+        RunTracer(run_of(path, optim="adamw_9bit")).trace()
     with pytest.raises(InputError, match=r"^TrainingArguments refuses these keys: .*--bf16"):
-        run_of(path, bf16="perhaps").trace()
+        RunTracer(run_of(path, bf16="perhaps")).trace()
 
 
 @pytest.mark.slow
@@ -184,7 +209,7 @@ def test_accelerate_and_the_environment_are_as_before(path: str, monkeypatch: py
     from accelerate.state import PartialState
 
     monkeypatch.setenv("WORLD_SIZE", "7")
-    run_of(path, ranks=2)._traced(1, sizes=[2])
+    RunTracer(run_of(path, ranks=2)).traced(1, sizes=[2])
     assert os.environ["WORLD_SIZE"] == "7"
     assert "MASTER_PORT" not in os.environ
     assert PartialState._shared_state == {}

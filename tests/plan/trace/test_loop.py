@@ -374,13 +374,14 @@ def test_values_that_follow_from_the_batch_are_read():
         positions = torch.arange(mask.shape[1])
         longest = int(mask.sum(1).max())
         seen.append((bool(mask.all()), positions.max().item(), longest, mask.tolist()[0], mask.numpy().shape))
+        seen.append((torch.equal(mask, mask.clone()), torch.equal(model(batch["inputs"]), torch.ones(()))))
         train_step(model, optimizer, batch["inputs"][:, :longest])
 
     traced(
         train_step=reading,
         make_batch=lambda n: {"inputs": torch.ones(n, 5, WIDTH), "mask": torch.ones(n, 5, dtype=torch.long)},
     )
-    assert seen[0] == (True, 4, 5, [True] * 5, (2, 5))
+    assert seen[:2] == [(True, 4, 5, [True] * 5, (2, 5)), (True, False)]
 
 
 def sharded(model: nn.Sequential | None = None) -> nn.Module:

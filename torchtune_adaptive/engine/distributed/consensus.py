@@ -54,6 +54,7 @@ class Consensus:
 
         They are the ranks of ``process_group``. None: those of the mesh on which FSDP2 has sharded the model, or of its
         ``DistributedDataParallel``; otherwise all ranks of the default group.
+
         Raises:
             InputError: the process group lacks a rank that trains the model.
         """

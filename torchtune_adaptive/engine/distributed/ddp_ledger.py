@@ -104,6 +104,7 @@ class DdpLedger(Ledger):
         """Note that the backward pass has added to the gradient of ``parameter``, and issue buckets that are complete.
 
         It does nothing outside of micro-steps: a backward pass between steps, as of a penalty, is not averaged.
+
         Raises:
             RuntimeError: the gradient was already being averaged.
         """

@@ -53,6 +53,7 @@ class Ledger(ABC):
 
     Collectives that the model issues itself are only counted, by torch. Their sizes depend on the batch: after a
     failure, the rank works them out alone, in a micro-step of few rows (``dry_recording``).
+
     Attributes:
         expected: the collectives of a whole micro-step, which must be the same on every rank and for every batch.
             First those of a micro-step that is not the last one of its optimizer step, then those of the last one.
@@ -144,8 +145,10 @@ class Ledger(ABC):
         """Issue the collectives of the micro-step that were not issued since ``begin``, while the peers issue theirs.
 
         The peers' gradients must be thrown away. Call ``reset_after_failure`` on the model first.
+
         Args:
             whole: all collectives of the micro-step, in order. None: the expected ones, as no others are issued.
+
         Raises:
             CollectiveStateUnknownError: the last collective failed while it was issued, the issued ones are not the
                 first ones of the micro-step, or a replayed one failed.

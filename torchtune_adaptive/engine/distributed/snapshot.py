@@ -32,6 +32,7 @@ def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
 
     Yields a function that restores only the optimizers, for a step that failed while the optimizers created their
     state. The next step would otherwise use the incomplete state.
+
     Raises:
         InputError: an optimizer cannot be restored; raised before anything happens.
     """
@@ -170,6 +171,7 @@ class UnchangedParameters:
 
     For example to a teacher whose weights are an average of the student's. A cast to another type, which a layer does
     when it is first used, is no change: training would do it, too.
+
     Args:
         are_trained: whether they are those that need gradients, or those that need none.
     """

@@ -105,10 +105,12 @@ class Recovery:
 
         A collective; it adds one all-reduce on the CPU. If any rank ran out of memory, the gradients on all ranks are
         None afterwards, FSDP2's settings are as before, and the model can run a new step.
+
         Args:
             numbers: this rank's, equally many on every rank; they are compared in the same all-reduce.
             is_even: whether all ranks are known to have equally many micro-steps. Otherwise they compare the numbers
                 first, which adds another all-reduce.
+
         Raises:
             CollectiveStateUnknownError: this rank cannot issue the same collectives as its peers. It must exit, and the
                 launcher then ends the others.

@@ -31,8 +31,10 @@ def map_columns(batch: Any, change: Callable[[Any], Any], *, lengths: Collection
     """The batch, of the same type, with ``change(column)`` instead of each column.
 
     A list of columns is changed column by column.
+
     Args:
         lengths: the numbers of entries that a column may have.
+
     Raises:
         InputError: a value has another number of entries, or may be a column as well as a list of columns.
     """

@@ -100,6 +100,7 @@ def dry_run(
     the micro-steps are therefore run once more before recovery is refused. The lazy set-up of FSDP2 and of the
     communicators then happens while memory is free. If there is no recovery, the model's original communication
     functions are restored.
+
     Args:
         tries: forward and backward passes on batches of different shapes; then others to try if memory runs out.
         reduces_once: whether FSDP2 reduces gradients in the last micro-step of an optimizer step only.

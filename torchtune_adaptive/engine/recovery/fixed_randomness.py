@@ -17,6 +17,7 @@ class FixedRandomness(OperationMode):
 
     Draws without replacement, permutations and code compiled by ``torch.compile`` stay random. A generator of the
     user's own stays as it was.
+
     Attributes:
         dtypes: the floating types of all results.
     """

@@ -32,8 +32,10 @@ def collectives_of(micro_step: Callable[[], object], ledger: Ledger, states: lis
 
     Their sizes are linear in the number of rows, if all are padded to one length. This is not a collective. It leaves
     wrong gradients.
+
     Args:
         states: FSDP2's states of the model.
+
     Raises:
         CannotRecordError: they cannot be found in this way.
     """

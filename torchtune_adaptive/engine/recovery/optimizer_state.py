@@ -18,6 +18,7 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Modu
     """Check that ``model`` has every parameter that an optimizer trains: gradients of others could not be dropped.
 
     An optimizer within another one may have parameters of its own, but none that the model has since replaced.
+
     Raises:
         InputError: the model lacks a parameter, or has lazy ones; or an optimizer has no ``state``.
     """
@@ -67,6 +68,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
     bit for bit; other optimizers may detect their first step by missing state. Parameters do not change, and hooks of
     steps do not run. Returns whether the state was created: then ``drop_unused_states`` removes what training will not
     use. Not a collective, unless the optimizer's step is one.
+
     Raises:
         torch.OutOfMemoryError: the state does not fit; the part that was created is removed again.
     """

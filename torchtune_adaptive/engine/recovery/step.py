@@ -208,8 +208,10 @@ class RecoverableStep(Generic[Sums]):
 
         Returns the sum of the results of ``micro_step``. Gradients are the sums over all micro-steps. A collective:
         every rank must call it with the same number of samples.
+
         Args:
             samples: this rank's samples of the optimizer step: a sequence, a tensor [samples, ...], or a dict of these.
+
         Raises:
             NothingFitsError: a single sample does not fit. Raised on every rank, with the same message.
             InputError: gradients are not None, or ranks have different numbers of samples.
@@ -357,6 +359,7 @@ class RecoverableStep(Generic[Sums]):
         and sets gradients to None. A collective: every rank must call it. If it has not been called, the first step
         calls it with its own samples. So does each step after parameters were frozen or unfrozen, and the next one that
         has two samples with gradients, if there were none.
+
         Raises:
             CannotCutError: samples must not be cut into micro-batches: the loss or a layer mixes them, or the loss is a
                 mean.

@@ -130,8 +130,10 @@ class PressureWatch:
         """Create a watch on ``model``, with its own CPU process group, which ``close`` destroys.
 
         A collective of the ranks that train the model: see ``Consensus.of``.
+
         Args:
             limit_bytes: the limit within ``with watch.meter:``. A CPU has no meter without one: it would cost time.
+
         Raises:
             InputError: the device is neither the CPU nor CUDA, or the limit is above its memory.
         """

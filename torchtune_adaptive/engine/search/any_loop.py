@@ -45,12 +45,14 @@ def find_max_batch_size(
     train the model must call it with the same arguments; only ``memory_limit`` may differ. They get the same sizes,
     the largest that fit on every rank. On CUDA, an optimizer without state empties the allocator's cache before its
     first step, so that training has the memory that the search had.
+
     Args:
         train_step: a whole step on a batch: forward pass, loss, backward pass, optimizer step. If training uses
             gradient accumulation, run the forward and backward pass twice: the second one needs more memory, because
             gradients of the first one exist.
-        make_batch: ``make_batch(n)`` returns a worst-case batch of n samples, as long as any in training. If it returns
-            fewer, as at the end of a data set, their number is the largest size that is tried.
+        make_batch: ``make_batch(n)`` returns a worst-case batch of n samples, as long as any in training, and with
+            padding if training has any: attention needs more memory with a mask. If it returns fewer samples, as at the
+            end of a data set, their number is the largest size that is tried.
         model: on the CPU or on CUDA; plain, FSDP2, or any other model whose ranks issue the same collectives.
         optimizer: the optimizer, or several. A step of two samples creates their state before memory is measured. If a
             gradient scaler skips this step, the search creates it for Adam and AdamW only.
@@ -62,6 +64,7 @@ def find_max_batch_size(
         max_batch_size: the largest size to try.
         process_group: the ranks that train the model. None: those of the mesh on which FSDP2 has sharded it, or all
             ranks of the default group if it is not sharded.
+
     Raises:
         InputError: an argument is invalid (a ``ValueError``).
         NothingFitsError: a batch of one sample does not fit (an ``InputError``).
@@ -130,12 +133,14 @@ def find_max_tokens(
 
     It searches with rows of ``seq_len`` tokens. Then it tries the budget with rows of a half, a quarter and an eighth
     of that length, and lowers it if they need more memory per token. Everything else is as in ``find_max_batch_size``.
+
     Args:
         train_step: as for ``find_max_batch_size``.
         make_batch: ``make_batch(rows, length)`` returns a batch of so many rows of ``length`` tokens each; for packed
             rows, one row of so many documents.
         seq_len: tokens of the longest row or document in training.
         max_rows: the most rows that a micro-batch can have. None: no such bound.
+
     Raises:
         InputError: an argument is invalid (a ``ValueError``).
         NothingFitsError: a single row of ``seq_len`` tokens does not fit (an ``InputError``).

@@ -88,6 +88,7 @@ def find_fastest(
         batches: those of one or more optimizer steps, as in training.
         model, optimizer, memory_limit, margin, process_group: as for ``find_max_batch_size``; a CPU needs no limit.
         tolerance: by how much losses may differ, as a fraction of the expected ones.
+
     Raises:
         InputError: an argument is invalid, or a train step returns no loss (a ``ValueError``).
         NothingFitsError: all train steps are left out (an ``InputError``).

@@ -35,6 +35,7 @@ def search(
 
     If ``make_batch`` returns fewer rows than it is asked for, their number is the bound. Restores models, optimizers,
     random generators and meter. See ``find_max_batch_size``.
+
     Args:
         make_batch: ``make_batch(n)`` returns the micro-batches of a worst-case step, of n rows each.
         start: the first size of a binary search.

@@ -76,6 +76,7 @@ class Prober:
     A size fits under three conditions: its whole train step ran on every rank, no rank's peak was above its limit, and
     no rank's allocator had to free its cache. Probes change the real state: wrap a search in
     ``Loop.restored``.
+
     Args:
         make_batch: ``make_batch(n)`` returns the micro-batches of a worst-case step, of n rows each.
         meter: the meter of the loop's device, with the limit of this rank.

@@ -23,6 +23,7 @@ def largest_token_budget(
     the longest rows need the most. The forecast may allow a fraction of a row more than ``rows``. This budget is tried
     with one row more, of the length that it then allows, and with several shorter lengths. If so few rows fit that
     there is no forecast, that length is searched, to a part of ``seq_len``.
+
     Args:
         largest_rows_at: maps ``(length, bound)`` to the largest number of rows up to ``bound`` that fit, by probes.
         seq_len: the length of the longest rows. Of these, ``rows`` fit by probes, and ``forecast_rows`` by the

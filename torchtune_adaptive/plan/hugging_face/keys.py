@@ -62,14 +62,18 @@ NOT_OF_A_STEP = MappingProxyType(
 )
 _RANKS = "`--nproc_per_node` and `--nnodes` say how many ranks there are"
 # Keys whose values are mappings that a plan reads.
-_MAPPINGS = ("fsdp_config", "model_init_kwargs", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+_MAPPINGS = (
+    "fsdp_config",
+    "model_init_kwargs",
+    "liger_kernel_config",
+    "gradient_checkpointing_kwargs",
+    "activation_checkpointing_kwargs",
+)
 # Keys that are not planned, unless they have one of these values; and what to do.
 _NOT_PLANNED = MappingProxyType(
     {
         "deepspeed": ((None,), "DeepSpeed's allocations are not traced"),
         "parallelism_config": ((None,), "only data parallelism is planned"),
-        "use_liger_kernel": ((False, None), "Liger's kernels need a GPU to be traced"),
-        "load_in_8bit": ((False, None), "the size of its outliers depends on values; `load_in_4bit` is planned"),
         "lora_target_parameters": ((None,), "adapters are planned of modules alone"),
         "use_cpu": ((False, None), "a plan is of GPUs"),
         "num_processes": ((None, 1), _RANKS),
@@ -94,7 +98,7 @@ class ModelKeys:
         lora_target_modules: names of layers, or "all-linear"; None: those that peft chooses for the model.
 
     Raises:
-        InputError: a value is of another type, or bitsandbytes does not know it.
+        InputError: a value is of another type, or bitsandbytes does not know it; or two exclude each other.
     """
 
     dtype: str | None = None
@@ -107,6 +111,7 @@ class ModelKeys:
     lora_modules_to_save: Any = None
     use_rslora: bool = False
     use_dora: bool = False
+    load_in_8bit: bool = False
     load_in_4bit: bool = False
     bnb_4bit_quant_type: str = "nf4"
     use_bnb_nested_quant: bool = False
@@ -117,8 +122,15 @@ class ModelKeys:
             value = getattr(self, name)
             if kind is not Any and not isinstance(value, kind | int if kind is float else kind):
                 raise InputError(f"`{name}` must be {_KINDS[kind]}, but is {quote(value)} instead.")
+        if self.load_in_4bit and self.load_in_8bit:
+            raise InputError("`load_in_4bit` and `load_in_8bit` cannot both be True.")
         require_one_of("bnb_4bit_quant_type", self.bnb_4bit_quant_type, ("nf4", "fp4"))
         require_one_of("bnb_4bit_quant_storage", self.bnb_4bit_quant_storage or "uint8", _STORAGES)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether bitsandbytes packs the weights."""
+        return self.load_in_4bit or self.load_in_8bit
 
 
 @dataclass(frozen=True)
@@ -223,7 +235,9 @@ class RunKeys:
         if loaded.get("use_kernels"):
             raise InputError("`model_init_kwargs.use_kernels` is not planned: such kernels need a GPU to be traced.")
         if loaded.get("quantization_config"):
-            raise InputError("`model_init_kwargs.quantization_config` is not planned; `load_in_4bit` is.")
+            raise InputError(
+                "`model_init_kwargs.quantization_config` is not planned; `load_in_4bit` and `load_in_8bit` are."
+            )
         given: dict[str, Any] = {"dtype": loaded.get("dtype", loaded.get("torch_dtype"))}
         given["attn_implementation"] = loaded.get("attn_implementation")
         model = ModelKeys(**given | {key: value for key, value in keys.items() if key in of_model})

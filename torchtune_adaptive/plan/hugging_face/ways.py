@@ -43,12 +43,13 @@ def ways_to_fit(run: HuggingFaceRun, planned: Plan, plan: Callable[[HuggingFaceR
         if not adapters.fits:
             yield with_keys(**_LORA, load_in_4bit=True)
     elif not has.load_in_4bit:
-        yield with_keys(**_LORA, load_in_4bit=True)
-    if not has.load_in_4bit:
+        yield with_keys(**_LORA, load_in_4bit=True, **({"load_in_8bit": False} if has.load_in_8bit else {}))
+    if not has.is_quantized:
         yield from first_that_fits(
             change(f"fsdp=True on {ranks} ranks", ranks=ranks, keys=run.keys | {"fsdp": True})
             for ranks in enough_ranks(planned)
         )
     yield from first_that_fits(
-        change(f"rows of {seq_len} tokens", seq_len=seq_len) for seq_len in shorter_rows(planned, run.seq_len)
+        change(f"rows of {seq_len} tokens", seq_len=seq_len, mean_len=run.mean_len and min(run.mean_len, seq_len))
+        for seq_len in shorter_rows(planned, run.seq_len)
     )

@@ -23,6 +23,7 @@ from torchtune_adaptive.plan.trace.fake_tensors import fake_like, fakes_in_lists
 
 _ATEN: Any = torch.ops.aten
 _READ = _ATEN._local_scalar_dense.default
+_EQUAL = _ATEN.equal.default
 _INDEX = _ATEN.index.Tensor
 _SELECT = _ATEN.masked_select.default
 _FACTORIES = {
@@ -105,6 +106,8 @@ class FakeStep(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if func is _READ:
             return self._read(args[0])
+        if func is _EQUAL:
+            return self._are_equal(*args)
         is_dynamic = torch.Tag.dynamic_output_shape in func.tags and (func is not _INDEX or _has_mask(args[1]))
         if is_dynamic:
             if not self._values_are_fixed:
@@ -169,6 +172,14 @@ class FakeStep(FakeTensorMode):
         if tensor.dtype == torch.bool:
             return False
         return 1.0 if tensor.is_floating_point() or tensor.is_complex() else _UNKNOWN_INTEGER
+
+    def _are_equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
+        one, other = known_values(first), known_values(second)
+        if one is None or other is None:
+            self.has_read_values = True
+            return False
+        with _disable_current_modes():
+            return torch.equal(one, other)
 
     def _known(self, made: Any, func: Any, args: Any, kwargs: Any) -> Any:
         if (

@@ -33,6 +33,7 @@ class BatchGrowth:
         function: the user's function; None if the batch does not grow.
         samples_per_unit: samples of an optimizer step over all ranks, per unit of the batch size.
         maximum: the largest batch size; a finite number, so that unbounded doubling cannot overflow.
+
     Raises:
         InputError: the function has a state that cannot be saved.
     """
@@ -58,6 +59,7 @@ class BatchGrowth:
         """The batch size of every epoch of a run that starts with ``batch_size``. A collective.
 
         A copy of the function is called, so that an invalid answer is found before training.
+
         Raises:
             InputError: the function returns an invalid answer for some epoch.
         """
@@ -148,6 +150,7 @@ def next_batch_size(function: BatchIncreaseFunction, *, epoch: int, batch_size: 
 
     An increase above the maximum is refused. An increase of a ``MeasuredSchedule`` is instead reduced to the maximum.
     The reason contains the figures. All sizes are in the unit of the config's key.
+
     Raises:
         InputError: the function raised an error, or its answer is not an integer or is negative.
 

@@ -59,9 +59,11 @@ class StepLoader:
     """Yields the samples of each optimizer step, with torchtune's ``batch_size``: samples per rank and micro-step.
 
     As in torchtune, micro-batches left over at an epoch's end are used in the first step of the next epoch.
+
     Args:
         sampler: this rank's ``DistributedSampler`` over the data set.
         max_steps_per_epoch: the most optimizer steps per epoch; None: no bound.
+
     Attributes:
         dataset: the samples, by index.
         ranks: number of ranks with different samples.

@@ -63,6 +63,7 @@ class RowFormat(ABC):
 
         The length is ``seq_len`` if given, else the tokenizer's ``max_seq_len``, else the length of the longest sample,
         for which the whole data set is read once. Packed samples have one length.
+
         Raises:
             InputError: ``seq_len`` differs from the length of packed samples.
         """

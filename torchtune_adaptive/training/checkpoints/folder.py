@@ -133,6 +133,7 @@ class CheckpointFolder:
 
         Args:
             digests: those of files that are on disk already; other files are forced to disk here.
+
         Raises:
             OSError: a file cannot be written; then there is no new checkpoint.
         """

@@ -78,6 +78,7 @@ class StepCheckpoints:
         Args:
             step: optimizer steps done.
             state: returns the current state of the run; a collective.
+
         Raises:
             RunEnded: ``stop``, and the run is saved.
             CheckpointError: ``stop``, but the run cannot be saved. Without ``stop`` training continues.
@@ -145,6 +146,7 @@ class StepCheckpoints:
 
         The number of ranks may differ from that of the checkpoint. Nothing is copied on the device. Optimizer options
         that ``config`` changes are not loaded; those that torchtune has loaded of an epoch are set back.
+
         Raises:
             InputError: the checkpoint is of another model, or not readable.
         """
