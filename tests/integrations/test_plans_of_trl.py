@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 
 import functools
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -225,6 +226,18 @@ def test_ways_to_fit_say_which_keys_make_it_fit(path: str) -> None:
     found = {way.change: way.fits for way in ways}
     assert list(found)[:2] == ["dtype=bfloat16", "use_peft=True dtype=bfloat16"]
     assert found["use_peft=True dtype=bfloat16"]
+
+
+def test_weights_of_8_bits_have_a_way_out_by_checkpointing_that_reaches_their_inputs(path: str) -> None:
+    run = run_of(path, dtype="bfloat16", use_peft=True, load_in_8bit=True)
+    planned = plan_of(run)
+    reached, packed = itertools.islice(ways_to_fit(run, planned, plan_of), 2)
+    assert reached.change == "gradient_checkpointing_kwargs.use_reentrant=True"
+    assert reached.length is not None
+    assert reached.length.largest_batch_size is not None
+    assert planned.decisive.largest_batch_size is not None
+    assert reached.length.largest_batch_size > 1.3 * planned.decisive.largest_batch_size
+    assert packed.change == "use_peft=True dtype=bfloat16 load_in_4bit=True load_in_8bit=False"
 
 
 def test_a_plan_leaves_trl_as_it_was(path: str) -> None:

@@ -9,7 +9,7 @@ from torchtune_adaptive.errors import InputError, reason_of, require_integer
 from torchtune_adaptive.plan.hugging_face.keys import Arguments, RunKeys, TrainerClasses, imported
 from torchtune_adaptive.plan.hugging_face.model import LanguageModel
 
-# Of reserved bytes. 0.9 % was the worst in benchmarks/results/trainer_accuracy_simulated.md; no real GPU was measured.
+# Of reserved bytes. 0.7 % was the worst in benchmarks/results/trainer_accuracy_simulated.md; no real GPU was measured.
 UNCERTAINTY = 0.03
 # `max_length` of TRL's trainers by default; transformers' Trainer has none.
 _USUAL_LENGTHS = MappingProxyType({"sft": 1024, "dpo": 1024, "transformers": 4096})

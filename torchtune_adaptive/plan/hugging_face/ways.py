@@ -35,6 +35,11 @@ def ways_to_fit(run: HuggingFaceRun, planned: Plan, plan: Callable[[HuggingFaceR
     if not run.checkpoints:
         yield with_keys(gradient_checkpointing=True)
         run = replace(run, keys=run.keys | {"gradient_checkpointing": True})
+    options: dict[str, Any] = run.run_keys.training.get("gradient_checkpointing_kwargs") or {}
+    if has.load_in_8bit and not options.get("use_reentrant"):
+        # bitsandbytes' products in 8 bits keep their inputs by themselves, out of the reach of other checkpointing
+        keys = run.keys | {"gradient_checkpointing_kwargs": options | {"use_reentrant": True}}
+        yield change("gradient_checkpointing_kwargs.use_reentrant=True", keys=keys)
     if not has.use_peft:
         if run.model.dtype.itemsize > 2:
             yield with_keys(dtype="bfloat16")
