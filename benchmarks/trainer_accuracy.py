@@ -165,7 +165,7 @@ def _measured(case: Case, folder: Path, rows: int) -> list[int]:
     from transformers import HfArgumentParser, TrainerCallback
 
     from torchtune_adaptive.plan.hugging_face.kernels import kernels_do_nothing
-    from torchtune_adaptive.plan.hugging_face.liger import kernels_do_nothing as liger_kernels_do_nothing
+    from torchtune_adaptive.plan.hugging_face.liger import triton_does_nothing
     from torchtune_adaptive.plan.hugging_face.training import tokenizer, without_torchao
 
     if case.by_ddp:
@@ -210,7 +210,7 @@ def _measured(case: Case, folder: Path, rows: int) -> list[int]:
     is_padded = run.usual_len < run.seq_len and (rows > 1 or case.trainer == "dpo")
     # A simulated GPU has no values, which tell whether rows are full and where outliers of weights in 8 bits are.
     full_rows = mock.patch.object(masks, "_ignore_causal_mask_sdpa", return_value=not is_padded)
-    liger = liger_kernels_do_nothing() if keys.get("use_liger_kernel") else nullcontext()
+    liger = triton_does_nothing() if keys.get("use_liger_kernel") else nullcontext()
     with kernels_do_nothing(), liger, full_rows, no_places:
         trainer.train()
     return [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]

@@ -14,7 +14,7 @@ from torchtune_adaptive.plan.trace.offloaded_activations import OffloadedActivat
 _TILES = "trl.kernels.chunked_logprob"
 
 
-class _NoKernel:
+class NoKernel:
     """A kernel of Triton, which writes to tensors that exist, and takes no memory."""
 
     def __getitem__(self, _: Any) -> Any:
@@ -63,7 +63,7 @@ def _replaced(stand_ins: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator
 
 def _of_kernels(attributes: dict[str, Any]) -> dict[str, Any]:
     """What takes the place of Triton, of its kernels, and of one call of cuBLAS that works in place."""
-    kernels = {name: _NoKernel() for name in attributes if name.endswith("_kernel")}
+    kernels = {name: NoKernel() for name in attributes if name.endswith("_kernel")}
     triton = SimpleNamespace(cdiv=lambda a, b: -(-a // b))
     return kernels | {"triton": triton, "_use_triton": lambda _: True, "_addmm_fp32": lambda *_: None}
 

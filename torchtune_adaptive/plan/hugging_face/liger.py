@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
+from torchtune_adaptive.plan.hugging_face.kernels import NoKernel
 from torchtune_adaptive.plan.hugging_face.keys import imported
 
 _IGNORED = -100  # the label of a token that is not learnt
-_LOSS = "fused_linear_cross_entropy_forward"
 
 
 @contextmanager
@@ -25,27 +25,22 @@ def liger_as_on_cuda() -> Iterator[None]:
     with mock.patch.object(torch.cuda, "is_available", return_value=True):  # it looks for a GPU once
         losses = _of_liger("liger_kernel.ops.fused_linear_cross_entropy")
     with ExitStack() as stack:
-        stack.enter_context(kernels_do_nothing())
+        stack.enter_context(triton_does_nothing())
         stack.enter_context(_transformers_restored())
-        if hasattr(losses, _LOSS):
-            stack.enter_context(mock.patch.object(losses, _LOSS, _loss_by_chunks))
+        stack.enter_context(mock.patch.object(losses, "fused_linear_cross_entropy_forward", _loss_by_chunks))
         yield
 
 
 @contextmanager
-def kernels_do_nothing() -> Iterator[None]:
-    """Context: kernels of Triton do nothing. They write to tensors that exist, and take no memory.
+def triton_does_nothing() -> Iterator[None]:
+    """Context: all kernels of Triton do nothing.
 
     Raises:
         InputError: Triton is missing.
     """
     kernels: Any = _of_liger("triton.runtime.jit").KernelInterface
-    with mock.patch.object(kernels, "__getitem__", return_value=_do_nothing):
+    with mock.patch.object(kernels, "__getitem__", NoKernel.__getitem__):
         yield
-
-
-def _do_nothing(*_: object, **__: object) -> None:
-    """In the place of a kernel."""
 
 
 def _of_liger(module: str) -> Any:
@@ -77,7 +72,7 @@ def _loss_by_chunks(
     chunk_mem_const: int = 1,
     **__: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """What the fused loss of Liger 0.8.5 takes on CUDA, with few chunks of logits: all have the same memory.
+    """What the fused loss of Liger 0.8.5 takes on CUDA, with one or two chunks of logits: all take the same memory.
 
     The number of tokens of a chunk is a power of two there. Here it is the most that it may be, so that it grows with
     the batch: up to twice as many.

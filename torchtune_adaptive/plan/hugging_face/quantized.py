@@ -130,8 +130,8 @@ class QuantizedWeights:
 def unpacked() -> Iterator[None]:
     """Context: bitsandbytes leaves weights as they are when a model is moved; ``QuantizedWeights.pack`` packs them.
 
-    Its layers then compute as on CUDA, of 4 bits with more than 1536 tokens, of 8 bits without outliers: how many
-    values are these depends on the weights.
+    Its layers compute as on CUDA: those of 4 bits as with more than 1536 tokens, those of 8 bits as without outliers,
+    whose number depends on values.
     """
     try:
         layers: Any = importlib.import_module("bitsandbytes.nn")

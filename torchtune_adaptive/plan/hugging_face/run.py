@@ -12,7 +12,7 @@ from torchtune_adaptive.plan.hugging_face.model import LanguageModel
 # Of reserved bytes. 0.7 % was the worst in benchmarks/results/trainer_accuracy_simulated.md; no real GPU was measured.
 UNCERTAINTY = 0.03
 # `max_length` of TRL's trainers by default; transformers' Trainer has none.
-_USUAL_LENGTHS = MappingProxyType({"sft": 1024, "dpo": 1024, "transformers": 4096})
+_DEFAULT_LENGTHS = MappingProxyType({"sft": 1024, "dpo": 1024, "transformers": 4096})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class HuggingFaceRun:
             InputError: as the class.
         """
         given = seq_len or keys.get("max_length")
-        length = given or _USUAL_LENGTHS[trainer]
+        length = given or _DEFAULT_LENGTHS[trainer]
         run = cls(path=path, trainer=trainer, keys=keys, seq_len=length, ranks=ranks, mean_len=mean_len)
         longest = None if given else run.model.longest_row
         return run if longest is None else replace(run, seq_len=min(run.seq_len, longest))

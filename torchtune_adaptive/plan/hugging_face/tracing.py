@@ -35,7 +35,8 @@ class RunTracer:
         Raises:
             InputError: the run cannot be planned; the message says why.
         """
-        num_parameters = self._whole_parameters  # those of a trace may be packed
+        # Of a trace they may be packed. Besides, this loads the model's module before Liger changes it.
+        num_parameters = self._whole_parameters
         counts, found = self.few_layers(), None
         with suppress(InputError):  # a model may not be built with few layers; whole it may be
             found = None if counts is None else self.traced_with(*counts)
