@@ -86,7 +86,7 @@ format: $(STAMP)
 	.venv/bin/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-integrations .venv-torchtitan demo_output site build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-integrations .venv-torchtitan .venv-simulated-gpu demo_output site build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The bounds on torch pick a build for CPUs where one is at hand.

@@ -180,6 +180,12 @@ class AdaptiveSettings:
         return self.global_batch_size is not None or self.max_tokens_per_micro_batch is not None
 
     @property
+    def may_cut(self) -> bool:
+        """Whether a step may have other micro-batches than torchtune's keys say, also without out-of-memory errors."""
+        grows_beyond_memory = self.batch_increase_function is not None and self.growth_limit != "memory"
+        return self.cuts_samples or grows_beyond_memory or self.needs_gradient_noise
+
+    @property
     def needs_gradient_noise(self) -> bool:
         """Whether gradients are measured to decide on growth. A measured step has at least two micro-batches."""
         return isinstance(self.batch_increase_function, MeasuredSchedule)

@@ -16,7 +16,7 @@ from torchtune_adaptive.stock.configs import config_path
 from torchtune_adaptive.stock.installed import config_files
 
 RECIPES = {path.stem: path for path in sorted((REPOSITORY / "recipes").glob("*.py"))}
-COMMANDS = ("plan", "search", "report", "cp")
+COMMANDS = ("plan", "search", "fastest", "report", "cp")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from torchtune.modules.loss import ForwardKLLoss
 from torchtune.training import create_optim_in_bwd_wrapper
 
 from tests.support.run_logs import events_in, lines_in
@@ -27,6 +28,7 @@ from torchtune_adaptive.training import assembly
 from torchtune_adaptive.training.assembly import RecipeParts, build_trainer
 from torchtune_adaptive.training.batch.row_format import Row, TokenRows
 from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder, write_state
+from torchtune_adaptive.training.distillation import Distillation
 from torchtune_adaptive.training.objectives import NextToken
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerPolicy, OptimizerStep
 from torchtune_adaptive.training.profiling import StepProfiler
@@ -110,7 +112,7 @@ class Recipe:
             resumed=None,
             run=STATE.run,
             config={"optimizer._component_": "torch.optim.AdamW"},
-            loss_adds_up=True,
+            untried=None,
             why_unrecoverable="",
             before_step=lambda step: None,
             save=self._save,
@@ -296,18 +298,55 @@ class RowMean(nn.Module):
         return F.cross_entropy(logits, labels, ignore_index=IGNORED) ** self.power
 
 
-@pytest.mark.parametrize(("power", "adds_up"), [(1, True), (2, False)])
-def test_a_loss_of_the_users_own_is_tried_before_training(power: int, adds_up: bool, tmp_path: Path) -> None:
-    recipe = Recipe(tmp_path)
-    objective = NextToken(recipe.model, RowMean(power), nullcontext(), weight_depends_on_cut=False)
-    step = replace(recipe.parts.step, objective=objective)
-    recipe.parts = replace(recipe.parts, step=step, loss_adds_up=False)
-    if adds_up:
-        assert recipe.trainer().recoverable.recovers
-        return
+def with_own_loss(directory: Path, power: int, *, as_stock: bool) -> Recipe:
+    """A recipe with a ``RowMean``, whose objective counts tokens ``as_stock`` or does not depend on the cut."""
+    recipe = Recipe(directory)
+    of_training, of_trial = (
+        NextToken(recipe.model, RowMean(power), nullcontext(), weight_depends_on_cut=depends)
+        for depends in (as_stock, False)
+    )
+    step = replace(recipe.parts.step, objective=of_training)
+    recipe.parts = replace(recipe.parts, step=step, untried=of_trial)
+    return recipe
+
+
+@pytest.mark.parametrize("as_stock", [True, False])
+def test_a_loss_of_the_users_own_that_adds_up_may_be_cut(as_stock: bool, tmp_path: Path) -> None:
+    recipe = with_own_loss(tmp_path, power=1, as_stock=as_stock)
+    trainer = recipe.trainer(global_batch_size=None if as_stock else 5)
+    assert trainer.recoverable.recovers
+    trainer.train()  # also with an objective that would not pass the trial
+    assert trainer.step.objective is recipe.parts.step.objective
+
+
+def test_a_loss_of_the_users_own_that_mixes_rows_is_never_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(CannotCutError, match="the loss or a layer mixes the samples"):
-        recipe.trainer()
-    recipe.trainer(oom_recovery=False)
+        with_own_loss(tmp_path, power=2, as_stock=False).trainer(global_batch_size=5)
+    trainer = with_own_loss(tmp_path, power=2, as_stock=True).trainer()
+    assert not trainer.recoverable.recovers
+    assert "the loss or a layer mixes the samples" in caplog.text
+    trainer.train()
+
+
+def test_distillation_by_torchtunes_keys_is_the_same_after_an_out_of_memory_error(tmp_path: Path) -> None:
+    """torchtune sums means of micro-batches: each half of one counts as a half."""
+    steps = {}
+    for name in ("usual", "halved"):
+        recipe = Recipe(tmp_path / name)
+        teacher = TinyModel()
+        dataset: Any = [{"tokens": [number + 1] * 4, "labels": [number + 1] * 4} for number in range(4)]
+        losses = nn.CrossEntropyLoss(ignore_index=IGNORED), ForwardKLLoss(ignore_index=IGNORED)
+        objective = Distillation(recipe.model, teacher, *losses, ratio=0.5, means_add_up=True)
+        step = replace(recipe.parts.step, models=[recipe.model, teacher], objective=objective)
+        sampler = StatefulDistributedSampler(dataset, num_replicas=1, rank=0, shuffle=False)
+        recipe.parts = replace(recipe.parts, step=step, sampler=sampler, max_steps_per_epoch=1, epochs=range(1))
+        trainer = recipe.trainer()
+        if name == "halved":
+            trainer.micro_batches.resize(1)
+        trainer.train()
+        (steps[name],) = recipe.logger.steps
+    assert steps["halved"]["micro_batch_size"] == 1
+    assert steps["halved"]["grad_norm"] == pytest.approx(steps["usual"]["grad_norm"], rel=1e-5)
 
 
 def grows_by_two(epoch: int, current_batch_size: int) -> int:

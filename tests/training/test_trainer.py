@@ -200,7 +200,7 @@ class Toy:
             resumed=None if saved is None else Checkpoint(self.directory / "saved", 1, saved, saved.epochs_run),
             run=STATE.run,
             config=self.config,
-            loss_adds_up=True,
+            untried=None,
             why_unrecoverable=self.why_unrecoverable,
             before_step=self._before_step,
             save=self._save,

@@ -103,7 +103,7 @@ def as_traced(cfg: DictConfig, settings: AdaptiveSettings) -> DictConfig:
 
     Two need as much memory as more: from the second one on, gradients of earlier micro-steps are in memory.
     """
-    if not (settings.cuts_samples or settings.growth_limit != "memory" or settings.needs_gradient_noise):
+    if not settings.may_cut:
         return cfg
     traced = OmegaConf.merge(cfg, {"gradient_accumulation_steps": 2})
     assert isinstance(traced, DictConfig)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ from torchtune_adaptive.training.metrics import TolerantLogger
 from torchtune_adaptive.training.objectives import NextToken, Objective
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerPolicy, OptimizerStep
 from torchtune_adaptive.training.profiling import StepProfiler
-from torchtune_adaptive.training.run_state import AdaptiveState
+from torchtune_adaptive.training.run_state import AdaptiveState, RunIdentity
 from torchtune_adaptive.training.same_config import check_same_config
 from torchtune_adaptive.training.signals import StopRequest
 from torchtune_adaptive.training.train_step import TrainStep
@@ -181,16 +182,9 @@ class AdaptiveRecipe:
             output_dir=Path(self._output_dir),
             checkpoints=self._folder,
             resumed=resumed,
-            run=identity(
-                cfg,
-                method_of_recipe(type(self)),
-                resumed,
-                self._folder,
-                self._consensus,
-                has_frozen=not all(one.requires_grad for one in self._model.parameters()),
-            ),
+            run=self._identity(cfg),
             config=flattened(given),
-            loss_adds_up=not self._settings.cuts_samples or all(map(_is_known, self.losses())),
+            untried=None if all(map(_is_known, self.losses())) else self.objective(as_stock=False),
             why_unrecoverable=why_unrecoverable(cfg),
             before_step=self.before_step,
             save=self._save,
@@ -202,6 +196,13 @@ class AdaptiveRecipe:
             sizes, rows = self.trainer.sizes, self.trainer.loader.rows_per_micro_step
             found = found_values(self._settings, sizes, rows=rows)
             end_search(given, found, seq_len=sizes.seq_len, consensus=self._consensus)
+
+    def _identity(self, cfg: DictConfig) -> RunIdentity:
+        method = method_of_recipe(type(self))
+        if self._settings.search_only:  # nothing is trained: the frozen weights, many gigabytes, need not be read again
+            return RunIdentity(uuid4().hex, method)
+        has_frozen = not all(one.requires_grad for one in self._model.parameters())
+        return identity(cfg, method, self._resumed, self._folder, self._consensus, has_frozen=has_frozen)
 
     def train_step(self, *, collate: Callable[[Sequence[Row]], Any]) -> TrainStep:
         """The train step: what a search, training and a plan run.

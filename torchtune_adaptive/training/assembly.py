@@ -27,7 +27,7 @@ from torchtune_adaptive.training.checkpoints.folder import Checkpoint, Checkpoin
 from torchtune_adaptive.training.checkpoints.saver import RunSaver, SaveEpoch
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.training.learning_rate import BuildScheduler, LearningRate, check_follows
-from torchtune_adaptive.training.objectives import Loss
+from torchtune_adaptive.training.objectives import Loss, Objective
 from torchtune_adaptive.training.optimizers import leak_warning
 from torchtune_adaptive.training.profiling import StepProfiler
 from torchtune_adaptive.training.run_log import RunLog
@@ -59,8 +59,8 @@ class RecipeParts:
         resumed: the checkpoint from which the run resumes; None for a new run.
         run: which run it is.
         config: the run's config as the user gave it, by dotted keys.
-        loss_adds_up: whether the loss of a micro-batch is known to be the sum of those of its parts. Otherwise that is
-            tried before training.
+        untried: None if the loss of a micro-batch is known to be the sum of those of its rows. Otherwise that is tried
+            before training, with this objective: the one of ``step``, with weights that do not depend on the cut.
         why_unrecoverable: why training cannot recover from an out-of-memory error; "" if it can.
         before_step: called before each optimizer step with the number of steps done.
         save: called after each epoch with the epoch and the state for a resumed run.
@@ -86,7 +86,7 @@ class RecipeParts:
     resumed: Checkpoint | None
     run: RunIdentity
     config: Mapping[str, Any]
-    loss_adds_up: bool
+    untried: Objective | None
     why_unrecoverable: str
     before_step: Callable[[int], None]
     save: SaveEpoch
@@ -115,6 +115,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         utilisation = Utilisation.of(step, micro_batches)
         loop = replace(loop, micro_step=utilisation.counting(loop.micro_step))
         recoverable = _make_recoverable(parts, settings, loop, micro_batches, loader, sizes, start)
+        utilisation.flops_per_token = None  # of the dry run, whose rows are short
         rate = _make_rate(parts, settings, loader, start, saved, grows=growth.grows)
         limit_bytes = consensus.min_over_ranks(allowed_bytes(step.device, settings.memory_limit_bytes) or 0) or None
         run_log = _begin_log(parts, settings, start, sizes, limit_bytes)
@@ -224,7 +225,7 @@ def _make_micro_batches(parts: RecipeParts, sizes: Sizes, loader: StepLoader, co
             f"With `optimizer_in_bwd: True` a batch is not cut, and of its {loader.rows_per_micro_step} rows only"
             f" {limit.size} fit now."
         )
-    return MicroBatcher(limit, parts.row_format, consensus, loader.dataset, adds_up=parts.loss_adds_up)
+    return MicroBatcher(limit, parts.row_format, consensus, loader.dataset, adds_up=parts.untried is None)
 
 
 def _make_recoverable(
@@ -249,9 +250,18 @@ def _make_recoverable(
     )
     if sizes.result is not None and not isinstance(settings.max_tokens_per_micro_batch, int):
         recoverable.backoff.fitted(micro_batches.limit.size)
+    used, parts.step.objective = parts.step.objective, parts.untried or parts.step.objective
     prepare_recovery(
-        recoverable, loop, loader.dataset, is_wanted=settings.oom_recovery, why_not=parts.why_unrecoverable
+        recoverable,
+        loop,
+        loader.dataset,
+        is_wanted=settings.oom_recovery,
+        why_not=parts.why_unrecoverable,
+        must_cut=settings.may_cut,
     )
+    parts.step.objective = used
+    if not settings.cuts_samples:
+        micro_batches.adds_up = True  # for all that is known: a later trial would see the weights of torchtune's keys
     if loop.meter is not None:
         loop.meter.reset()  # its peak is that of training
     creates_state = parts.step.policy.accumulates and not any(one.state for one in loop.optimizers)
@@ -268,6 +278,7 @@ def prepare_recovery(
     *,
     is_wanted: bool,
     why_not: str,
+    must_cut: bool,
 ) -> None:
     """Create the optimizers' state, and prepare recovery while memory is free. A collective.
 
@@ -276,9 +287,10 @@ def prepare_recovery(
     Args:
         is_wanted: whether to recover, if it is possible.
         why_not: why recovery is not possible, if that is known.
+        must_cut: whether training without errors cuts samples into micro-batches too.
 
     Raises:
-        CannotCutError: the loss of a micro-batch is not the sum of those of its rows.
+        CannotCutError: training must cut samples, but the loss of a micro-batch is not the sum of those of its rows.
         NothingFitsError: the optimizers' state or the smallest micro-step does not fit.
     """
     if is_wanted:
@@ -287,9 +299,9 @@ def prepare_recovery(
                 raise cannot_recover(why_not)
             recoverable.dry_run(dataset)
             return
-        except CannotCutError:
-            raise
         except CannotRecoverError as error:
+            if must_cut and isinstance(error, CannotCutError):
+                raise
             utils.log_rank_zero(log, str(error))
     recoverable.disable()
     allocate_states(loop)

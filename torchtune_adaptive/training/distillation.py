@@ -18,7 +18,7 @@ class Distillation:
         kd_loss_fn: the mean divergence per unmasked token, from the student's logits, the teacher's, and labels.
         ratio: the share of the divergence in the loss, in [0, 1].
         means_add_up: as torchtune does, sum the mean losses of micro-batches and divide by all tokens. The gradient is
-            then too small by the number of tokens of a micro-batch, and depends on how a step is cut.
+            then too small by the number of tokens of a micro-batch.
     """
 
     student: nn.Module
@@ -40,4 +40,5 @@ class Distillation:
         mean = (1 - self.ratio) * class_loss + self.ratio * kd_loss
         means = {"loss": mean, "class_loss": class_loss, "kd_loss": kd_loss}
         sums = {name: value.detach() * num_tokens for name, value in means.items()}
-        return Loss(mean * (num_tokens > 0 if self.means_add_up else num_tokens), num_tokens, None, sums)
+        total = mean * (num_tokens > 0 if self.means_add_up else num_tokens)
+        return Loss(total, num_tokens, None, sums, is_mean=self.means_add_up)

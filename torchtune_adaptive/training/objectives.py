@@ -24,6 +24,8 @@ class Loss:
         weight: a count, for example of unmasked tokens or of pairs; 0 if the micro-batch does not count.
         num_tokens: tokens for the logged tokens per second; None if ``weight`` counts tokens.
         metrics: sums over the units of ``weight``, logged as means. "loss" replaces the loss of ``total`` in the log.
+        is_mean: whether ``total`` is a mean, of which a part of a micro-batch needs its share, as torchtune's
+            distillation has it.
         small_batch: only in steps whose gradient noise is measured: the squared norm of this rank's part of the small
             batch's gradient, and the small batch's weight, in float64.
     """
@@ -32,6 +34,7 @@ class Loss:
     weight: torch.Tensor
     num_tokens: torch.Tensor | None = None
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    is_mean: bool = False
     small_batch: torch.Tensor | None = None
 
     def detached(self) -> "Loss":
@@ -47,7 +50,7 @@ class Loss:
             self.weight + other.weight,
             None if self.num_tokens is None or other.num_tokens is None else self.num_tokens + other.num_tokens,
             {name: value + other.metrics[name] for name, value in self.metrics.items()},
-            torch.stack(small_batches).sum(dim=0) if small_batches else None,
+            small_batch=torch.stack(small_batches).sum(dim=0) if small_batches else None,
         )
 
 

@@ -106,6 +106,8 @@ class TrainStep:
         """
         self.phases.enter("forward")
         loss = self.objective(self._batch(micro_batch.rows))  # hooks enter the phase "loss" after the forward pass
+        if loss.is_mean and micro_batch.share != 1:
+            loss = replace(loss, total=loss.total * micro_batch.share)
         self.phases.enter("backward")
         self.policy.backward(loss)
         loss = loss.detached()

@@ -18,6 +18,8 @@ from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.search import throughput
 from torchtune_adaptive.engine.search.throughput import time_in_turns
 from torchtune_adaptive.engine.search.timing import Timing, simplest_near_best
+from torchtune_adaptive.errors import NothingFitsError
+from torchtune_adaptive.testing import out_of_memory
 
 
 @settings(max_examples=80)
@@ -50,6 +52,7 @@ class Timed:
         self.now_s = 0.0
         monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         self.taken: list[int] = []
+        self.fails_at: dict[int, int] = {}  # by size, which of its steps runs out of memory
         self.forgotten = 0
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
@@ -68,6 +71,8 @@ class Timed:
     def _train_step(self, batch: torch.Tensor) -> None:
         self.taken.append(len(batch))
         self.model(batch * torch.rand_like(batch)).square().sum().backward()
+        if self.fails_at.get(len(batch)) == self.taken.count(len(batch)):
+            out_of_memory()
         self.optimizer.step()  # its gradients stay, for the timing to remove
         self.now_s += next(self._seconds[len(batch)])
 
@@ -111,6 +116,19 @@ def test_long_steps_are_timed_in_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -
     made = Timed(monkeypatch, {2: [10.0] * 6})
     assert made.rates([2]) == {2: 12}
     assert made.taken == [2] + [2] * 4
+
+
+def test_what_runs_out_of_memory_after_all_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Timed(monkeypatch, {2: SECONDS, 4: SECONDS, 5: SECONDS})
+    made.fails_at = {4: 1, 5: 3}  # in the round that is not counted, and in a later one
+    before = made.state()
+    assert made.rates([2, 4, 5]).keys() == {2}
+    assert made.taken == [2, 2, 4, 5, 2, 5, 5]  # two rows are clearly slower, and so timed once
+    assert all(torch.equal(one, other) for one, other in zip(made.state(), before, strict=True))
+    made = Timed(monkeypatch, {2: SECONDS})
+    made.fails_at = {2: 2}
+    with pytest.raises(NothingFitsError, match="although it had fitted"):
+        made.rates([2])
 
 
 def test_timing_restores_all_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,4 +175,4 @@ def test_a_step_is_timed_from_an_idle_device_to_its_end(monkeypatch: pytest.Monk
         consensus=Consensus(),
     )
     time_in_turns(on_cuda, {1: [["step"]]}, num_tokens={1: 1})
-    assert events == ["step"] + ["waited for cuda", "clock", "step", "waited for cuda", "clock"] * 6
+    assert events == ["waited for cuda", "clock", "step", "waited for cuda", "clock"] * 7

@@ -54,6 +54,19 @@ def test_a_rank_with_fewer_rows_takes_as_many_micro_steps_without_communication(
     assert names(asks_nobody.cut(samples_of(1, most=5))) == [[0], ["silent"], ["silent"]]
 
 
+def test_parts_of_torchtunes_micro_step_know_their_share_of_its_rows() -> None:
+    samples = replace(samples_of(1, 1, 1, 1), rows_per_micro_step=2)
+    assert [one.share for one in batcher(RowLimit(2)).cut(samples)] == [1, 1]
+    assert [one.share for one in batcher(RowLimit(1)).cut(samples)] == [0.5] * 4
+    measured = batcher(RowLimit(1)).cut(replace(samples, measured=True))
+    assert [(one.share, one.is_small, one.ends_small) for one in measured] == [
+        (0.5, True, False),
+        (0.5, True, True),
+        (0.5, False, False),
+        (0.5, False, False),
+    ]
+
+
 def test_with_a_limit_in_tokens_the_ranks_agree_on_the_number_of_micro_batches() -> None:
     peers = OneOf(0, 3, 1, 4)
     cut = batcher(TokenLimit(4), peers).cut(samples_of(2, 2, 4))

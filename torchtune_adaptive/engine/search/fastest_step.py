@@ -148,6 +148,7 @@ def find_fastest(
         if not steps:
             raise NothingFitsError(f"every train step is left out: {'; '.join(map(': '.join, left_out.items()))}.")
         timings = time_in_turns(loop, steps, num_tokens=dict.fromkeys(steps, 1))
+        left_out |= {name: "memory ran out when it was timed" for name in steps if name not in timings}
     peaks = dict(zip(names, (probe.peak_bytes for probe in prober.probes), strict=True))
     return FastestStep(name=simplest_near_best(timings), timings=timings, peak_bytes=peaks, left_out=left_out)
 

@@ -4,10 +4,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states
+from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.devices import wait_for
 from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.search.timing import Key, Timing
+from torchtune_adaptive.errors import NothingFitsError
 
 _ROUNDS, _FEWEST_ROUNDS = 5, 3
 _LONG_S = 15.0  # counted rounds that take longer are fewer
@@ -20,24 +23,33 @@ def time_in_turns(
     """Time alternatives, all of which must fit: a few rounds, in each of which all alternatives run in turn.
 
     Unlike in probes, there is no meter and no vote, because both cost time. The first round, which selects kernels and
-    creates the optimizer's state, is not counted. An alternative that is clearly slower than the best runs once.
-    Restores all state. A collective; all ranks get the same figures.
+    creates the optimizer's state, is not counted, and ranks vote in it: an alternative for which memory runs out after
+    all is left out. One process leaves it out in later rounds too. An alternative that is clearly slower than the best
+    runs once. Restores all state. A collective; all ranks get the same figures.
 
     Args:
         steps: by alternative, the optimizer steps of a round, each as its micro-batches. The first alternative needs
             the least memory.
         num_tokens: by alternative, the tokens of these steps over all ranks.
+
+    Raises:
+        NothingFitsError: memory runs out for all alternatives.
     """
     seconds: dict[Key, list[float]] = {key: [] for key in steps}
     with loop.restored():
         # The state must not lie within memory that is cached for a large step: see `MicroBatcher.start_small`.
-        loop.step(next(iter(steps.values()))[0])
+        _time_steps(loop, next(iter(steps.values()))[:1], votes=True)
         loop.clean_up()
         running = list(steps)
         rounds = Bar(range(1 + _ROUNDS), desc="timing", disable=loop.consensus.rank != 0)
         for number in rounds:
-            own = [_time_steps(loop, steps[key]) for key in running]
-            slowest = map(max, zip(*loop.consensus.from_all_ranks(own), strict=True))
+            own = {key: _time_steps(loop, steps[key], votes=number == 0) for key in running}
+            for key in [key for key, taken_s in own.items() if taken_s is None]:
+                del own[key], seconds[key]
+            running = list(own)
+            if not running:
+                break
+            slowest = map(max, zip(*loop.consensus.from_all_ranks(list(own.values())), strict=True))
             if number == 0:
                 continue
             for key, taken_s in zip(running, slowest, strict=True):
@@ -47,13 +59,29 @@ def time_in_turns(
             if number >= _FEWEST_ROUNDS and sum(map(sum, seconds.values())) > _LONG_S:
                 break
         loop.clean_up()
+    if not seconds:
+        raise NothingFitsError("memory runs out in each train step that is timed, although it had fitted.")
     return {key: Timing(tuple(taken), num_tokens[key]) for key, taken in seconds.items()}
 
 
-def _time_steps(loop: Loop, steps: Sequence[Any]) -> float:
+def _time_steps(loop: Loop, steps: Sequence[Any], *, votes: bool) -> float | None:
+    """The seconds of ``steps``; None if memory runs out, which several ranks must vote on."""
+
+    def work() -> None:
+        for micro_batches in steps:
+            loop.step(micro_batches)
+        wait_for(loop.device)
+
+    settings = KeptSettings(fsdp_states(loop.model))
     wait_for(loop.device)
-    started = time.perf_counter()
-    for micro_batches in steps:
-        loop.step(micro_batches)
-    wait_for(loop.device)
-    return time.perf_counter() - started
+    started, outcome = time.perf_counter(), Outcome.DONE
+    if votes or loop.consensus.world_size == 1:
+        outcome = run_or_abort_together(work, loop.consensus)
+    else:
+        work()
+    taken_s = time.perf_counter() - started
+    if outcome is Outcome.DONE:
+        return taken_s
+    loop.clean_up()
+    settings.restore()
+    return None

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
@@ -29,12 +29,14 @@ class StepSamples:
         num_samples: samples over all ranks, divided as ``rows_of_rank`` says.
         ranks: number of ranks with different samples.
         measured: whether the gradient norm of a small batch is measured, which is the first half.
+        rows_per_micro_step: of torchtune's micro-step, by the config; None where the config has only a global batch.
     """
 
     rows: list[Row]
     num_samples: int
     ranks: int
     measured: bool = False
+    rows_per_micro_step: int | None = None
 
     @property
     def largest_share(self) -> int:
@@ -50,8 +52,8 @@ class StepSamples:
         """
         middle, small = (len(self.rows) + 1) // 2, small_samples(self.num_samples, ranks=self.ranks)
         return (
-            StepSamples(self.rows[:middle], small, self.ranks),
-            StepSamples(self.rows[middle:], self.num_samples - small, self.ranks),
+            replace(self, rows=self.rows[:middle], num_samples=small, measured=False),
+            replace(self, rows=self.rows[middle:], num_samples=self.num_samples - small, measured=False),
         )
 
 
@@ -221,7 +223,7 @@ class StepLoader:
         return StatefulDataLoader(self.dataset, batch_size=rows, sampler=indices, collate_fn=list, drop_last=True)
 
     def _step_samples(self, rows: list[Row]) -> StepSamples:
-        return StepSamples(rows, num_samples=len(rows) * self.ranks, ranks=self.ranks)
+        return StepSamples(rows, len(rows) * self.ranks, self.ranks, rows_per_micro_step=self.batch_size)
 
 
 class _GlobalBatchOrder(DistributedSampler):

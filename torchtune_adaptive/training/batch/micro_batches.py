@@ -15,9 +15,14 @@ _FEWEST = {"rows": 2, "tokens": 1}  # with a limit of one token, every row is a 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one micro-step. In measured steps, the first ones form the small batch, which ends with the last."""
+    """The rows of one micro-step. In measured steps, the first ones form the small batch, which ends with the last.
+
+    Attributes:
+        share: of the rows of torchtune's micro-step; below 1 where that is cut.
+    """
 
     rows: Sequence[Row]
+    share: float = 1.0
     is_small: bool = False
     ends_small: bool = False
 
@@ -89,10 +94,10 @@ class MicroBatcher:
         """
         self.step_tokens = (0, 0)
         if not _is_halved(samples):
-            return list(map(MicroBatch, self._cut(samples)))
-        small, rest = (self._cut(half) for half in samples.halves())
-        measured = [MicroBatch(rows, is_small=True, ends_small=rows is small[-1]) for rows in small]
-        return measured + list(map(MicroBatch, rest))
+            return self._micro_batches(samples)
+        small, rest = map(self._micro_batches, samples.halves())
+        small = [replace(one, is_small=True, ends_small=one is small[-1]) for one in small]
+        return small + rest
 
     def reduce(self, samples: StepSamples) -> bool:
         """Halve the current limit, unless micro-batches are single rows on all ranks. Returns whether it could.
@@ -175,6 +180,10 @@ class MicroBatcher:
     @property
     def _step_limit(self) -> MicroBatchLimit:
         return self.limit if self._first_size is None else replace(self.largest, size=self._first_size)
+
+    def _micro_batches(self, samples: StepSamples) -> list[MicroBatch]:
+        whole = samples.rows_per_micro_step
+        return [MicroBatch(rows, 1.0 if whole is None else len(rows) / whole) for rows in self._cut(samples)]
 
     def _cut(self, samples: StepSamples) -> list[list[Row]]:
         limit, rows = self._step_limit, samples.rows
