@@ -349,6 +349,22 @@ def test_distillation_by_torchtunes_keys_is_the_same_after_an_out_of_memory_erro
     assert steps["halved"]["grad_norm"] == pytest.approx(steps["usual"]["grad_norm"], rel=1e-5)
 
 
+class WithoutInit(AdamW):
+    """Calls no ``__init__`` of torch's, as some optimizers of other packages, and so has no ``state``."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups = [{"params": list(parameters), "lr": 0.1}]
+
+
+@pytest.mark.parametrize("oom_recovery", [True, False])
+def test_an_optimizer_without_a_state_is_refused_in_one_sentence(oom_recovery: bool, tmp_path: Path) -> None:
+    recipe = Recipe(tmp_path)
+    policy = OptimizerStep(recipe.model, [WithoutInit(recipe.model.parameters())], ranks=1, max_grad_norm=None)
+    recipe.parts = replace(recipe.parts, step=recipe.step(policy))
+    with pytest.raises(InputError, match="`WithoutInit` has no `state`"):
+        recipe.trainer(oom_recovery=oom_recovery)
+
+
 def grows_by_two(epoch: int, current_batch_size: int) -> int:
     return 2 if epoch else 0
 

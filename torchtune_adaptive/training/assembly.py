@@ -15,6 +15,7 @@ from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.devices import allowed_bytes
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.recovery.dry_run import allocate_states
+from torchtune_adaptive.engine.recovery.optimizer_state import check_optimizers
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.errors import CannotCutError, CannotRecoverError, InputError, cannot_recover
@@ -291,6 +292,7 @@ def prepare_recovery(
 
     Raises:
         CannotCutError: training must cut samples, but the loss of a micro-batch is not the sum of those of its rows.
+        InputError: see ``check_optimizers``.
         NothingFitsError: the optimizers' state or the smallest micro-step does not fit.
     """
     if is_wanted:
@@ -303,6 +305,7 @@ def prepare_recovery(
             if must_cut and isinstance(error, CannotCutError):
                 raise
             utils.log_rank_zero(log, str(error))
+    check_optimizers(loop.optimizers, loop.model)
     recoverable.disable()
     allocate_states(loop)
     free_memory(loop.device)
