@@ -170,7 +170,7 @@ class Trial:
 
     def _first(self) -> torch.Tensor:
         """The sums of the gradients of the first micro-step."""
-        if self._has_earlier and self._keeps_gradients:
+        if self._has_earlier and self._keeps_gradients:  # it added to the gradients of all three: g0 + (g0 + g1 + g2)
             return (self._sums[0] - self._sums[1] - self._sums[2]) / 2
         return self._sums[0]
 
