@@ -110,11 +110,8 @@ $(TORCHTITAN_STAMP): pyproject.toml tests/integrations/requirements_torchtitan.t
 	touch $@
 
 # Tests, the parts of `make gpu` as far as they can run without a GPU, and plans against what torch reserves.
-simulated-gpu: $(STAMP) $(SIMULATED_STAMP) $(TORCHTITAN_STAMP)
+simulated-gpu: $(STAMP) $(SIMULATED_STAMP)
 	PATH="$(CURDIR)/.venv-simulated-gpu/bin:$$PATH" scripts/test-simulated-gpu
-	OMP_NUM_THREADS=1 TEST_DEVICE=cuda SIMULATED_GPUS=2 SIMULATED_VALUES=1 SIMULATED_NCCL_TIMEOUT_S=30 \
-		PYTHONPATH="$(CURDIR)/.venv-simulated-gpu/torch_alone" .venv-torchtitan/bin/python -m pytest -W ignore \
-		-m integrations tests/integrations/test_torchtitan_allocation_failures.py
 	OMP_NUM_THREADS=1 .venv-simulated-gpu/bin/python -m benchmarks.gpu \
 		--parts nccl,sizes,recovery,thrashing,tokens
 	.venv-simulated-gpu/bin/python -m benchmarks.plan_accuracy --output benchmarks/results/plan_accuracy_simulated.md
@@ -133,7 +130,4 @@ $(SIMULATED_STAMP): pyproject.toml tests/integrations/requirements.txt $(wildcar
 	.venv-simulated-gpu/bin/python -m pip install -e '.[torchtune]' --group dev -r tests/integrations/requirements.txt
 	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/torchvision torchvision==0.28.0
 	.venv-simulated-gpu/bin/python -m pip install --no-deps --upgrade --target .venv-simulated-gpu/liger $(LIGER) # a simulated GPU has no Triton
-	mkdir -p .venv-simulated-gpu/torch_alone # for the environment of torchtitan, beside which torchao must not be
-	cd .venv-simulated-gpu/torch_alone && for name in torch torchgen functorch simulated_gpu_values \
-		simulated_gpu_values-1.0.dist-info; do ln -sfn ../lib/python*/site-packages/$$name .; done
 	touch $@

@@ -2,7 +2,6 @@
 
 # pyright: reportMissingImports=false
 
-import inspect
 import logging
 import os
 import subprocess
@@ -11,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +37,6 @@ with warnings.catch_warnings():
     # isort: split
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torchtitan.components.checkpointer import CheckpointManager
-    from torchtitan.config.configs import ParallelismConfig
     from torchtitan.trainer import Trainer
 
 from torchtune_adaptive import CannotRecoverError, InputError
@@ -341,13 +339,3 @@ def test_the_code_of_the_document_runs() -> None:
             exec(compile(block.text, str(document), "exec"), names)
     assert names["llama3_8b"]().adaptive.micro_batch_size == "search"
     assert issubclass(names["MyTrainer"], AdaptiveTrainer)
-
-
-def test_the_parts_of_torchtitan_that_are_used_are_as_in_version_0_3() -> None:
-    parameters = inspect.signature(Trainer.forward_backward_step).parameters.values()
-    assert [one.name for one in parameters] == ["self", "input_dict", "labels", "global_valid_tokens"]
-    assert all(one.kind is one.KEYWORD_ONLY for one in list(parameters)[1:])
-    degrees = {one.name for one in fields(ParallelismConfig) if one.name.endswith("_degree")}
-    assert degrees == {*_DEGREES_OF_ONE, "data_parallel_shard_degree", "data_parallel_replicate_degree"}
-    backends = get_args(get_type_hints(ParallelismConfig)["spmd_backend"])
-    assert set(backends) == {"partial_dtensor", "full_dtensor", "spmd_types"}

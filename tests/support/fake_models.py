@@ -25,15 +25,6 @@ def of_another_builder(depth: int) -> TransformerDecoder:
     return model
 
 
-def with_one_wide_layer(num_layers: int, wide: int) -> TransformerDecoder:
-    """A model whose layer number ``wide`` holds more than the others."""
-    model = llama2(num_layers=num_layers, **SIZES)
-    if wide < len(model.layers):
-        block: Any = model.layers[wide]
-        block.mlp = nn.Sequential(nn.Linear(64, 512), nn.SiLU(), nn.Linear(512, 64))
-    return model
-
-
 class Scaled(nn.Module):
     """Scales what ``block`` returns by a buffer, which it makes in its first forward pass if it ``is_lazy``."""
 
