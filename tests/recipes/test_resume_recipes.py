@@ -1,5 +1,6 @@
 """A killed run resumes from its last checkpoint as if it had never stopped; changes of its conditions are logged."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch._inductor.config as inductor
 
 from tests.support.ranks import RanksFailedError, run_on_ranks
@@ -24,7 +26,9 @@ from tests.support.recipe_runs import (
     tiny_config,
     trained,
 )
-from torchtune_adaptive.errors import RunEnded
+from torchtune_adaptive.errors import InputError, RunEnded
+from torchtune_adaptive.tiny import MODEL_NAME
+from torchtune_adaptive.training.folder_lock import LOCK_NAME
 
 # 18 samples a rank are 9 micro-batches of 2 rows: with an accumulation of 2 one is left over at the first epoch's end.
 MEASURING = {"_component_": "tests.support.growth_functions.Noisy", "every_steps": 2, "min_measurements": 2}
@@ -236,6 +240,42 @@ def test_a_run_resumed_from_torchtunes_checkpoint_of_an_epoch_has_the_configs_ne
 ) -> None:
     (found,) = run_on_ranks(_with_new_values, 1, shallow_assets(tiny_dir), tmp_path / "run")
     assert found == ([(2, 0.5), (3, 0.5)], 0.25)
+
+
+def _refusals(rank: int, tiny_dir: Path, output_dir: Path) -> list[str]:
+    """Why a run is refused with another base, with a damaged checkpoint, and where another run writes its log."""
+    recipe, options = adaptive_recipe("lora"), PLAIN | {"epochs": 1, "adaptive__save_every_n_steps": 1}
+    finished(recipe, tiny_config("lora", tiny_dir, output_dir, **options))
+    options["resume_from_checkpoint"] = str(output_dir / "step_1")
+
+    def refusal(folder: Path = output_dir, **keys: Any) -> str:
+        with pytest.raises(InputError) as refused:
+            set_up(recipe, tiny_config("lora", tiny_dir, folder, **options | keys))
+        return str(refused.value)
+
+    (other := output_dir / "other").mkdir()
+    torch.save({name: value + 0.01 for name, value in torch.load(tiny_dir / MODEL_NAME).items()}, other / MODEL_NAME)
+    said = [refusal(checkpointer__checkpoint_dir=str(other))]
+    (used := output_dir / "used").mkdir()
+    with (used / LOCK_NAME).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        said.append(refusal(used, checkpointer__output_dir=str(output_dir)))
+    file = output_dir / "step_1" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    return [*said, refusal()]
+
+
+def test_a_run_never_continues_on_another_base_or_damaged_files_nor_writes_where_another_run_does(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    assets = shallow_assets(tiny_dir)
+    (said,) = run_on_ranks(_refusals, 1, assets, tmp_path)
+    assert said == [
+        f"`checkpointer` must have the weights that '{tmp_path}/step_1' was trained on, but has"
+        f" '{tmp_path}/other/{MODEL_NAME}' instead of '{assets}/{MODEL_NAME}'.",
+        f"`output_dir` is in use: another process writes to '{tmp_path}/used'.",
+        f"{tmp_path}/step_1/__0_0.distcp must be as the run wrote it, but its content has changed.",
+    ]
 
 
 def _saved_in_background(rank: int, kind: str, tiny_dir: Path, output_dir: Path) -> tuple[list[Any], bool]:
