@@ -114,6 +114,15 @@ def test_a_function_that_is_not_there_or_cannot_be_called_is_refused(value, sent
     assert str(refused.value) == f"`batch_increase_function` {sentence}"
 
 
+def test_what_would_end_the_program_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "ends_on_import.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"from 'ends_on_import.grow': SystemExit \(ends_on_import.py, line 1\)"):
+        load_function("ends_on_import.grow")
+    with pytest.raises(InputError, match=r"by 'sys.exit' with {}: SystemExit \("):
+        load_function({"_component_": "sys.exit"})
+
+
 @pytest.mark.parametrize(
     ("function", "name"),
     [

@@ -37,7 +37,7 @@ def load_function(value: object) -> BatchIncreaseFunction | None:
     component = _import(path)
     try:
         function = component(**arguments)
-    except BaseException as error:  # the user's own code can raise anything, also what would end the process
+    except BaseException as error:  # also what would end the process, with a status that could be taken for the run's
         raise InputError(
             f"`batch_increase_function` cannot be created by {quote(path)} with {quote(arguments)}: {reason_of(error)}."
         ) from error

@@ -91,15 +91,6 @@ def test_what_is_no_error_of_a_connection_passes() -> None:
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("ended_by", [SystemExit(0), GeneratorExit()])
-def test_a_component_that_would_end_the_process_is_an_error_with_its_place(ended_by: BaseException) -> None:
-    with pytest.raises(InputError) as refused, setting_up():
-        raise ended_by
-    said = str(refused.value)
-    assert said.startswith(f"The recipe cannot be set up: {type(ended_by).__name__}")
-    assert said.count("(test_load.py, line ") == 1
-
-
 class Logger:
     """Fails when it is created and again when it is deleted, as torchtune's loggers do without their folder."""
 
@@ -111,12 +102,16 @@ class Logger:
         self._file.close()
 
 
-def test_deleting_a_partly_created_component_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_component_is_refused_with_its_place_and_deleting_the_component_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
     with pytest.raises(InputError) as refused, setting_up():
         Logger("/no/such/file")
-    assert str(refused.value).startswith("The recipe cannot be set up: FileNotFound")
+    said = str(refused.value)
+    assert said.startswith("The recipe cannot be set up: FileNotFound")
+    assert said.count("(test_load.py, line ") == 1
     refused.value.__cause__ = None
     assert printed == []
     assert sys.unraisablehook == printed.append

@@ -84,8 +84,6 @@ def connecting() -> Iterator[None]:
 def setting_up() -> Iterator[None]:
     """Context: any error becomes an ``InputError`` for the config, because its components can be any code.
 
-    So does what would end the process, such as ``SystemExit``.
-
     Raises:
         InputError: the set-up failed; the message has the error and its place in the code.
     """
@@ -93,7 +91,7 @@ def setting_up() -> Iterator[None]:
         yield
     except InputError:
         raise
-    except BaseException as error:
+    except Exception as error:
         refusal = _cannot_set_up(error)
         _free_quietly(error)
         raise refusal from error
@@ -111,9 +109,9 @@ def with_samples(data: Any) -> Any:
     return data
 
 
-def _cannot_set_up(error: BaseException) -> InputError:
+def _cannot_set_up(error: Exception) -> InputError:
     """The error for the user, with the place in the code, and the block that torchtune was creating, if any."""
-    reason = f"{reason_of(error)} ({place_of(error)})" if isinstance(error, Exception) else reason_of(error)
+    reason = f"{reason_of(error)} ({place_of(error)})"
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_code is config.instantiate.__code__:  # only here: `f_locals` would keep what other frames hold
             block = frame.f_locals["config"]
@@ -124,7 +122,7 @@ def _cannot_set_up(error: BaseException) -> InputError:
     return InputError(f"The recipe cannot be set up: {reason}.")
 
 
-def _free_quietly(error: BaseException) -> None:
+def _free_quietly(error: Exception) -> None:
     """Free the objects that ``error`` holds. Python would print errors in ``__del__`` of incomplete components."""
     printing, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:

@@ -153,7 +153,23 @@ def test_both_halves_of_a_step_know_their_samples_over_all_ranks(ranks: int, mor
         assert {(half.num_samples, half.largest_share) for half in of_ranks} == {(sum(lengths), max(lengths))}
 
 
-# ---- descriptions
+# ---- samples that are missing
+
+
+class Stopping(list[Any]):
+    """Samples that end the iteration over them."""
+
+    def __getitem__(self, place: Any) -> Any:
+        if place == 5:
+            raise StopIteration
+        return super().__getitem__(place)
+
+
+def test_a_sample_that_ends_the_iteration_does_not_end_the_epoch() -> None:
+    loader = step_loader(Stopping(dataset_of(8)), batch_size=2)
+    with pytest.raises(InputError) as refused:
+        steps_of(loader)
+    assert str(refused.value) == "`dataset` ended an epoch after 2 of 4 steps: a sample raised StopIteration."
 
 
 def test_a_data_set_that_fills_no_step_is_refused() -> None:

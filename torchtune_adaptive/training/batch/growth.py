@@ -199,7 +199,7 @@ def _ask(function: BatchIncreaseFunction, *, epoch: int, batch_size: int) -> int
     name, where = function_name(function), f"at epoch {epoch} with batch size {batch_size}"
     try:
         answer: object = function(epoch, batch_size)
-    except BaseException as error:  # the user's own code can raise anything, which is reported as its answer
+    except Exception as error:  # the user's own code can raise any error, which is reported as its answer
         raise InputError(f"`batch_increase_function` {name} failed {where}: {reason_of(error)}.") from error
     increment = as_integer(answer)
     if increment is None or increment < 0:
