@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torchtune.data import padded_collate_sft
 from torchtune.training.metric_logging import MetricLoggerInterface
 
 from tests.support.checkout import environment
@@ -29,7 +27,6 @@ from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder
 # Matters only when something hangs: a machine that others use too may be very slow.
 LONGEST_WAIT_S = 600.0
 _POLL_S = 0.002
-_ROWS_DIR = "CRASH_RUNS_ROWS"  # an environment variable of launched processes
 # Figures that differ between two equal runs.
 _OF_THE_CLOCK = {"time", "mfu", "peak_memory_bytes", "host_memory_bytes"} | {
     f"tokens_per_second_per_gpu{part}" for part in ("", "_trajectory", "_ppo")
@@ -63,14 +60,6 @@ class ExactLogger(MetricLoggerInterface):
 
     def close(self) -> None:
         self._file.close()
-
-
-def recording_collate(batch: list[dict[str, Any]], **options: Any) -> Any:
-    """torchtune's collate function, which also writes the rows that it gets, one per line, to a file per process."""
-    place = Path(os.environ[_ROWS_DIR]) / f"rows_{os.environ.get('RANK', 0)}_{os.getpid()}"
-    with place.open("a") as file:
-        file.writelines(f"{zlib.crc32(str(row['tokens']).encode())}\n" for row in batch)
-    return padded_collate_sft(batch, **options)
 
 
 def _log_file(directory: Path, number: int) -> Path:
@@ -142,7 +131,6 @@ class Run:
 
     Args:
         assets: where the model and its data are.
-        resume: the value of ``resume_from_checkpoint``.
         holds: steps after which the run waits for ``release``.
         recipe: instead of the setup's.
     """
@@ -153,7 +141,6 @@ class Run:
         assets: Path,
         directory: Path,
         *,
-        resume: object = "auto",
         holds: Sequence[int] = (),
         recipe: str | None = None,
     ) -> None:
@@ -164,13 +151,13 @@ class Run:
         for step in holds:
             _hold(self._steps_path, step).touch()
         self._output_path = directory / f"output_{len(list(directory.glob('output_*')))}"
-        self._environment = environment(HF_HUB_OFFLINE="1") | {_ROWS_DIR: str(self._logs)}
+        self._environment = environment(HF_HUB_OFFLINE="1")
         overrides = {
             "tiny_dir": assets,
             "output_dir": self.out,
             "metric_logger._component_": "tests.support.crash_runs.ExactLogger",
             "metric_logger.log_dir": self._logs,
-            "resume_from_checkpoint": resume,
+            "resume_from_checkpoint": "auto",
         }
         # What `tune run` gets after its own options.
         self._arguments = [recipe or setup.recipe, "--config", f"tiny/{setup.kind}"]
@@ -322,13 +309,6 @@ class Launch(Run):
     def wait_for_words(self, words: str) -> None:
         """Wait until ``words`` are printed."""
         assert self.wait_until(lambda: words in self.output), f"never said {words!r}\n{self.output[-3000:]}"
-
-    def rows(self) -> list[list[int]]:
-        """The rows that ``recording_collate`` got on each rank; a number identifies each row."""
-        places = [self._logs / f"rows_{rank}_{pid}" for rank in range(self._ranks) for pid in self._known]
-        found = [place for place in places if place.exists()]
-        assert len(found) == self._ranks
-        return [[int(line) for line in place.read_text().split()] for place in found]
 
 
 @contextmanager
@@ -537,7 +517,7 @@ def _lost_steps(setup: Setup, run: Launch, done: int) -> str:
 
 @dataclass(frozen=True)
 class SignalCase:
-    """A run that is asked to end by a signal, or ended by it.
+    """A run that is asked to end by SIGTERM.
 
     Attributes:
         to: "launcher" (for a single device the process that trains), "one rank", or "all" (launcher and ranks).
@@ -545,7 +525,6 @@ class SignalCase:
 
     number: int
     setup: Setup
-    signal: signal.Signals
     to: str
     writing: str = ""
 
@@ -575,16 +554,16 @@ class SignalEnd:
 
 
 def end_by_signal(case: SignalCase, reference: Reference, assets: Path, directory: Path) -> SignalEnd:
-    """Send a run a signal at its moment, resume it, and compare the resumed run with ``reference``."""
+    """Send a run SIGTERM at its moment, resume it, and compare the resumed run with ``reference``."""
     with launched(case.setup, assets, directory) as run:
         run.wait_for_start()
         assert case.moment(reference).wait(run), run.output[-3000:]
         if case.to == "all":
-            run.send_all(case.signal)
+            run.send_all(signal.SIGTERM)
         elif case.to == "one rank":
-            run.ranks()[-1].send(case.signal)
+            run.ranks()[-1].send(signal.SIGTERM)
         else:
-            run.send(case.signal)
+            run.send(signal.SIGTERM)
         status = run.wait()
     end = SignalEnd(status, run.step, run.checkpoints, run.output)
     last = finished(case.setup, assets, directory)
@@ -674,27 +653,13 @@ CASES = list(_cases(40))
 ON_TWO_RANKS, ON_ONE_DEVICE, *_ = SETUPS
 SIGTERM_CASES = [
     *(
-        SignalCase(number, ON_ONE_DEVICE, signal.SIGTERM, "launcher", writing)
+        SignalCase(number, ON_ONE_DEVICE, "launcher", writing)
         for number, writing in enumerate(("", "step", "", "epoch", ""))
     ),
     *(
-        SignalCase(number, ON_TWO_RANKS, signal.SIGTERM, to, writing)
+        SignalCase(number, ON_TWO_RANKS, to, writing)
         for number, (to, writing) in enumerate(
             (("launcher", ""), ("one rank", ""), ("launcher", "step"), ("all", ""), ("launcher", "epoch")), start=5
         )
     ),
-]
-SIGUSR1_CASES = [
-    SignalCase(number, ON_ONE_DEVICE, signal.SIGUSR1, "launcher", writing)
-    for number, writing in enumerate(("", "step"), start=10)
-]
-SIGINT_CASES = [
-    SignalCase(12, ON_ONE_DEVICE, signal.SIGINT, "launcher"),
-    SignalCase(13, ON_ONE_DEVICE, signal.SIGINT, "launcher", "step"),
-    SignalCase(14, ON_TWO_RANKS, signal.SIGINT, "launcher"),
-]
-SIGHUP_CASES = [
-    SignalCase(15, ON_ONE_DEVICE, signal.SIGHUP, "launcher"),
-    SignalCase(16, ON_TWO_RANKS, signal.SIGHUP, "launcher"),
-    SignalCase(17, ON_TWO_RANKS, signal.SIGHUP, "one rank", "step"),
 ]
