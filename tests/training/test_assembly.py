@@ -1,4 +1,4 @@
-"""A trainer built from a recipe's parts searches, trains, recovers, grows and resumes without a recipe."""
+"""A trainer built from a recipe's parts searches and recovers without a recipe. `test_trainer` tests its loop."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,23 +16,21 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.modules.loss import ForwardKLLoss
 from torchtune.training import create_optim_in_bwd_wrapper
 
-from tests.support.run_logs import events_in, lines_in
-from tests.support.toys import STATE
+from tests.support.recipe_parts import IGNORED, recipe_parts
+from tests.support.run_logs import events_in
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.devices import meter_of_run
 from torchtune_adaptive.engine.memory.phases import Phases
-from torchtune_adaptive.errors import CannotCutError, InputError, RunEnded
+from torchtune_adaptive.errors import CannotCutError, InputError
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 from torchtune_adaptive.training import assembly
-from torchtune_adaptive.training.assembly import RecipeParts, build_trainer
-from torchtune_adaptive.training.batch.row_format import Row, TokenRows
+from torchtune_adaptive.training.assembly import build_trainer
+from torchtune_adaptive.training.batch.row_format import Row
 from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder, write_state
 from torchtune_adaptive.training.distillation import Distillation
 from torchtune_adaptive.training.objectives import NextToken
 from torchtune_adaptive.training.optimizers import OptimizerInBackward, OptimizerPolicy, OptimizerStep
-from torchtune_adaptive.training.profiling import StepProfiler
-from torchtune_adaptive.training.run_log import LOG_NAME
 from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.train_step import TrainStep
 from torchtune_adaptive.training.trainer import Trainer
@@ -40,7 +38,7 @@ from torchtune_adaptive.training.trainer import Trainer
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
 
 CPU = torch.device("cpu")
-VOCAB, WIDTH, IGNORED = 32, 16, -100
+VOCAB, WIDTH = 32, 16
 LENGTHS = [3, 8, 5, 2, 7, 4, 6, 8, 2, 3, 5, 8]
 SEARCH: dict[str, Any] = {"use_maximum_batch_size": True, "memory_limit_bytes": 40_000, "margin": 0.0}
 
@@ -65,12 +63,6 @@ class Logger:
         self.steps.append(metrics | {"step": step})
 
 
-class NoProfiler:
-    def start(self) -> None: ...
-    def step(self) -> None: ...
-    def stop(self) -> None: ...
-
-
 def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     longest = max(len(row["tokens"]) for row in rows)
     padded = [row["tokens"] + [0] * (longest - len(row["tokens"])) for row in rows]
@@ -79,48 +71,30 @@ def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 
 
 class Recipe:
-    """The parts that a recipe would provide; it keeps the epochs that are saved, and their states."""
+    """The parts that a recipe would provide; it keeps the states that are saved."""
 
     def __init__(self, directory: Path, *, epochs: range = range(2)) -> None:
         (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.model, self.logger = TinyModel(), Logger()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.saved: list[int] = []
-        self.stop_requested: Callable[[], bool] = lambda: False
         self.states: list[AdaptiveState] = []
+        self.stop_requested: Callable[[], bool] = lambda: False
         generator = torch.Generator().manual_seed(0)
         tokens = [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
-        dataset: Any = [{"tokens": row, "labels": row} for row in tokens]
-        self.parts = RecipeParts(
-            step=self.step(OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=1.0)),
+        self.parts = recipe_parts(
+            directory / "output",
+            self.step(OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=1.0)),
+            [{"tokens": row, "labels": row} for row in tokens],
+            shuffle=True,
             scheduler=self.build_scheduler(12, -1),
             build_scheduler=self.build_scheduler,
-            sampler=StatefulDistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0),
-            row_format=TokenRows(IGNORED),
             tokenizer_max_seq_len=8,
-            batch_size=2,
-            micro_steps=1,
-            max_steps_per_epoch=None,
             epochs=epochs,
-            ranks=1,
             metric_logger=self.logger,
-            log_every_steps=1,
-            with_memory_stats=False,
-            profiler=StepProfiler(NoProfiler(), memory_steps=None),
-            output_dir=directory / "output",
             checkpoints=CheckpointFolder(directory / "checkpoints"),
-            resumed=None,
-            run=STATE.run,
             config={"optimizer._component_": "torch.optim.AdamW"},
-            untried=None,
-            why_unrecoverable="",
-            before_step=lambda step: None,
-            save=self._save,
+            save=lambda epoch, state: self.states.append(state),
         )
-
-    def _save(self, epoch: int, state: AdaptiveState) -> None:
-        self.saved.append(epoch)
-        self.states.append(state)
 
     def step_in_backward(self) -> None:
         """Use an optimizer for each parameter, as torchtune's ``optimizer_in_bwd`` does."""
@@ -172,18 +146,6 @@ def same_weights(one: nn.Module, other: nn.Module) -> bool:
 
 def history(directory: Path) -> list[dict[str, Any]]:
     return events_in(directory / "output", "sizes")
-
-
-def test_with_torchtunes_keys_alone_a_run_trains_by_them_and_reports_only_steps(tmp_path: Path) -> None:
-    recipe = Recipe(tmp_path)
-    steps = train(recipe)
-    assert figures(steps, "step", "batch_size") == [(number, 2) for number in range(1, 13)]
-    assert [step["lr"] for step in steps] == pytest.approx([0.1 * (1 - number / 12) for number in range(1, 13)])
-    assert "peak_memory_bytes" not in steps[0]
-    assert recipe.saved == [0, 1]
-    assert [(state.epochs_run, state.global_step) for state in recipe.states] == [(1, 6), (2, 12)]
-    run_log = tmp_path / "output" / LOG_NAME
-    assert sorted(tmp_path.rglob("*")) == [tmp_path / "checkpoints", tmp_path / "output", run_log]
 
 
 def test_a_known_leak_is_named_before_training(
@@ -363,50 +325,6 @@ def test_an_optimizer_without_a_state_is_refused_in_one_sentence(oom_recovery: b
     recipe.parts = replace(recipe.parts, step=recipe.step(policy))
     with pytest.raises(InputError, match="`WithoutInit` has no `state`"):
         recipe.trainer(oom_recovery=oom_recovery)
-
-
-def grows_by_two(epoch: int, current_batch_size: int) -> int:
-    return 2 if epoch else 0
-
-
-GROWTH: dict[str, Any] = {
-    "batch_increase_function": grows_by_two,
-    "growth_limit": 6,
-    "lr_scaling": "linear",
-    "memory_limit_bytes": 2**20,
-}
-
-
-def test_a_batch_grows_and_the_rate_follows_over_the_same_schedule(tmp_path: Path) -> None:
-    steps = train(Recipe(tmp_path, epochs=range(3)), **GROWTH)
-    assert [step["batch_size"] for step in steps] == [2] * 6 + [4] * 3 + [6] * 2
-    done = [number / 6 for number in range(1, 7)] + [1 + number / 3 for number in range(1, 4)] + [2.5, 3.0]
-    # Logged after the scheduler's step: the rate of the next step, scaled by the samples of this one.
-    expected = [0.1 * (1 - epochs / 3) * step["batch_size"] / 2 for epochs, step in zip(done, steps, strict=True)]
-    assert [step["lr"] for step in steps] == pytest.approx(expected, abs=1e-12)
-    assert [entry["epoch"] for entry in history(tmp_path)] == [0, 1, 2]
-
-
-def test_a_run_resumed_from_a_step_goes_on_with_its_schedule_and_its_log(tmp_path: Path) -> None:
-    whole, first, second = Recipe(tmp_path / "whole"), Recipe(tmp_path / "parts"), Recipe(tmp_path / "parts")
-    steps = train(whole)
-    first.stop_requested = lambda: len(first.logger.steps) == 1
-    with pytest.raises(RunEnded):
-        train(first)
-    (checkpoint,) = first.parts.checkpoints.checkpoints()
-    torch.nn.init.zeros_(second.model.output.weight)  # the checkpoint has all weights
-    second.parts = replace(second.parts, resumed=checkpoint)
-    trainer = second.trainer()
-    assert trainer.step_log.resumed == (checkpoint.path, 2)
-    trainer.train()
-    names = ("step", "lr", "loss", "grad_norm")
-    assert figures(first.logger.steps + second.logger.steps, *names) == figures(steps, *names)
-    assert same_weights(whole.model, second.model)
-    assert second.states[-1].config == whole.states[-1].config
-    (resumed,) = events_in(tmp_path / "parts" / "output", "resumed")
-    assert resumed["checkpoint"] == str(checkpoint.path)
-    logged = [line["step"] for line in lines_in(tmp_path / "parts" / "output") if "event" not in line]
-    assert logged == [one["step"] for one in steps]
 
 
 def test_with_optimizers_in_backward_a_resumed_batch_that_no_longer_fits_is_refused(tmp_path: Path) -> None:

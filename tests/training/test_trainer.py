@@ -20,13 +20,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests.support import growth_functions
 from tests.support.faults import under
 from tests.support.ranks import run_on_ranks
+from tests.support.recipe_parts import recipe_parts
 from tests.support.run_logs import events_in
-from tests.support.toys import STATE, CachingMeter, search_result
+from tests.support.toys import CachingMeter, search_result
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.phases import Phases
@@ -37,10 +37,10 @@ from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.testing import Fault, out_of_memory, wrap_micro_steps
 from torchtune_adaptive.training import assembly, step_log
 from torchtune_adaptive.training import trainer as trainer_module
-from torchtune_adaptive.training.assembly import RecipeParts, build_trainer
+from torchtune_adaptive.training.assembly import build_trainer
 from torchtune_adaptive.training.batch.limits import RowLimit
-from torchtune_adaptive.training.batch.row_format import Row, TokenRows
-from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder
+from torchtune_adaptive.training.batch.row_format import Row
+from torchtune_adaptive.training.checkpoints.folder import Checkpoint
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
 from torchtune_adaptive.training.objectives import Loss
 from torchtune_adaptive.training.optimizers import OptimizerStep
@@ -134,6 +134,7 @@ class Toy:
     shuffle: bool = False
     function: Any = None
     maximum: int = 100
+    lr_scaling: Any = "none"
     sizes: Sizes = field(default_factory=Sizes)
     epochs: range = range(2)
     saved: AdaptiveState | None = None
@@ -166,10 +167,10 @@ class Toy:
             self.model.weight, self.events, every_steps=self.save_every_steps, succeeds=self.saves_succeed
         )
         profiler = SimpleNamespace(**{name: partial(self.events.append, name) for name in ("start", "step", "stop")})
-        data: Any = self.dataset
         saved = self.saved
-        parts = RecipeParts(
-            step=TrainStep(
+        parts = recipe_parts(
+            self.directory,
+            TrainStep(
                 [self.model],
                 self._objective,
                 OptimizerStep(self.model, [self.optimizer], ranks=1, max_grad_norm=self.max_grad_norm),
@@ -179,34 +180,29 @@ class Toy:
                 meter=self.meter,
                 stop_requested=lambda: self.trainer.global_step + 1 == self.stop_after,
             ),
+            self.dataset,
+            shuffle=self.shuffle,
             scheduler=self._build_scheduler(
                 self.epochs.stop * (len(self.dataset) // (self.batch_size * self.micro_steps)), -1
             ),
             build_scheduler=self._build_scheduler,
-            sampler=StatefulDistributedSampler(data, num_replicas=1, rank=0, shuffle=self.shuffle),
-            row_format=TokenRows(-100),
-            tokenizer_max_seq_len=None,
             batch_size=self.batch_size,
             micro_steps=self.micro_steps,
-            max_steps_per_epoch=None,
             epochs=self.epochs,
             ranks=self.ranks,
             metric_logger=SimpleNamespace(log_dict=self._log),
-            log_every_steps=1,
-            with_memory_stats=False,
             profiler=StepProfiler(profiler, memory_steps=None),
-            output_dir=self.directory,
-            checkpoints=CheckpointFolder(self.directory),
             resumed=None if saved is None else Checkpoint(self.directory / "saved", 1, saved, saved.epochs_run),
-            run=STATE.run,
             config=self.config,
-            untried=None,
             why_unrecoverable=self.why_unrecoverable,
             before_step=self._before_step,
             save=self._save,
         )
         settings = AdaptiveSettings(
-            batch_increase_function=self.function, growth_limit=self.maximum, oom_recovery=self.recovers
+            batch_increase_function=self.function,
+            growth_limit=self.maximum,
+            lr_scaling=self.lr_scaling,
+            oom_recovery=self.recovers,
         )
         found = {"_find_sizes": lambda *_: self.sizes, "StepCheckpoints": lambda *_: self.steps}
         with mock.patch.multiple(assembly, **found):
@@ -375,12 +371,15 @@ def test_the_batch_grows_between_epochs_and_all_that_depends_on_it_follows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sizes = Sizes(result=search_result(exact_batch_size=3, batch_size=2), fitting_rows=2)
-    toy = Toy(tmp_path, function=adds_two_in_epoch_one, epochs=range(3), decays=True, sizes=sizes).train()
+    options: dict[str, Any] = {"epochs": range(3), "decays": True, "lr_scaling": "linear"}
+    toy = Toy(tmp_path, function=adds_two_in_epoch_one, sizes=sizes, **options).train()
     assert toy.figures("batch_size") == [2] * 6 + [4] * 3 + [4] * 3
     assert toy.figures("global_batch_size") == [2] * 6 + [4] * 6
     assert toy.figures("micro_batch_size") == [2] * 12  # 4 rows do not fit
+    # Logged after the scheduler's step: the rate of the next step, scaled by the samples of this one.
     assert toy.figures("lr") == pytest.approx(
-        [LR * (1 - step / 18) for step in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 18)]
+        [LR * (1 - step / 18) for step in (1, 2, 3, 4, 5, 6)]
+        + [2 * LR * (1 - step / 18) for step in (8, 10, 12, 14, 16, 18)]
     )
     reason = "epoch 1: increase of 2 granted, batch_size 2 -> 4"
     entry = {"step": 7, "epoch": 1, "batch_size": 4, "samples_per_step": 4, "reason": reason}
@@ -388,8 +387,9 @@ def test_the_batch_grows_between_epochs_and_all_that_depends_on_it_follows(
         entry | {"step": 1, "epoch": 0, "batch_size": 2, "samples_per_step": 2, "reason": "config"},
         entry,
     ]
-    assert decisions(caplog)[1:] == [
+    assert decisions(caplog)[2:] == [
         reason,
+        "learning rate * 2: linear scaling to 4 samples per optimizer step, from the config's 2",
         f"batch_size 4 ({reason}): 4 rows * 1 micro-step * 1 rank = 4 samples per optimizer step,"
         " in micro-steps of at most 2 rows per rank",
     ]
@@ -595,6 +595,9 @@ def test_a_run_resumed_after_any_step_or_epoch_continues_as_if_it_had_never_ende
         assert resumed.logged == {step: figures for step, figures in whole.logged.items() if step > state.global_step}
         assert resumed.weight == whole.weight
         assert resumed.state() == whole.state()
+        (event,) = events_in(directory, "resumed")
+        assert (event["step"], event["checkpoint"]) == (state.global_step, str(directory / "saved"))
+        assert resumed.trainer.step_log.resumed == (directory / "saved", state.global_step)
         assert [one for one in resumed.history() if ", resumed at" not in one["reason"]] == whole.history()
 
 
