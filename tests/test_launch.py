@@ -237,44 +237,6 @@ def test_a_collective_that_fails_after_another_rank_has_said_why_prints_nothing(
     assert ("another rank has ended the run, and said why." in report) == (not is_shown)
 
 
-@pytest.mark.parametrize(
-    ("variables", "sentence", "first"),
-    [
-        (
-            {"RANK": "0", "WORLD_SIZE": "two"},
-            "`WORLD_SIZE` must be a number in the environment, but is 'two' instead.",
-            True,
-        ),
-        ({"RANK": "-1"}, "`RANK` must be a number in the environment, but is '-1' instead.", False),
-        ({"RANK": "1"}, "`RANK` must be below `WORLD_SIZE` (1) in the environment, but is 1 instead.", True),
-    ],
-)
-def test_numbers_that_no_launcher_sets_are_refused(
-    first: bool,
-    variables: dict[str, str],
-    sentence: str,
-    launched: Launched,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as end:
-        launch.check_first() if first else launch.launch(cast(Any, Recipe))
-    assert (end.value.code, capsys.readouterr().err) == (1, f"recipe: {sentence}\n")
-    assert launched.started == 0
-
-
-def test_a_working_directory_that_was_deleted_is_refused(
-    monkeypatch: pytest.MonkeyPatch, launched: Launched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PWD", str(tmp_path))
-    tmp_path.rmdir()
-    assert launched.status() == 1
-    assert capsys.readouterr().err == f"recipe: The working directory '{tmp_path}' has been deleted.\n"
-
-
 @pytest.mark.parametrize("on_several_ranks", [True, False])
 def test_without_a_launcher_what_an_earlier_one_has_left_is_no_rank(
     on_several_ranks: bool, launched: Launched, monkeypatch: pytest.MonkeyPatch

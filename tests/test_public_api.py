@@ -26,7 +26,7 @@ def test_the_package_offers_these_names() -> None:
 
 
 def test_the_test_tool_offers_these_names() -> None:
-    names = ["Fault", "ballast", "faults_in", "kill_process", "out_of_memory", "wrap_micro_steps"]
+    names = ["Fault", "faults_in", "kill_process", "out_of_memory", "wrap_micro_steps"]
     assert sorted(testing.__all__) == names
 
 

@@ -13,12 +13,11 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_ledger import FsdpLedger, RecordedAllGather
 from torchtune_adaptive.engine.distributed.fsdp_state import AllGather
 from torchtune_adaptive.engine.distributed.ledger import Ledger
-from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import Recovery
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
-from torchtune_adaptive.testing import Fault, ballast, faults_in, out_of_memory
+from torchtune_adaptive.testing import Fault, faults_in
 
 CPU = torch.device("cpu")
 PATCHED = [
@@ -278,17 +277,3 @@ def test_the_recipes_class_is_restored_after_a_failure() -> None:
     with pytest.raises(IndexError), faults_in(Recipe, {(1, 0): Fault(0, strike=[].pop)}):
         Recipe().train()
     assert (dict(vars(Recipe)), dict(vars(Base)), patched()) == before
-
-
-# ---- memory taken by a neighbour
-
-
-def test_ballast_takes_memory_that_the_meter_sees_and_frees_it() -> None:
-    meter = CpuMeter()
-    with ballast(1000, CPU, meter=meter):
-        assert meter.live_bytes == 1000
-    assert meter.live_bytes == 0
-    with pytest.raises(torch.OutOfMemoryError) as caught, ballast(1000, CPU, meter=meter):
-        out_of_memory()
-    assert caught.tb is not None  # it is gone although the traceback is kept
-    assert meter.live_bytes == 0

@@ -2,7 +2,6 @@
 
 import difflib
 import operator
-import os
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -156,18 +155,6 @@ def require_one_of(name: str, value: object, words: tuple[str, ...]) -> None:
     if value not in words:
         hint = did_you_mean(value, {word: word for word in words})
         raise InputError(f"`{name}` must be one of {', '.join(words)}, but is {quote(value)} instead{hint}")
-
-
-def require_working_directory() -> str:
-    """The working directory.
-
-    Raises:
-        InputError: it has been deleted.
-    """
-    try:
-        return os.getcwd()
-    except OSError as error:
-        raise InputError(f"The working directory {quote(os.environ.get('PWD', '.'))} has been deleted.") from error
 
 
 def did_you_mean(value: object, named: Mapping[str, str]) -> str:

@@ -2,13 +2,14 @@
 
 import functools
 import inspect
+import os
 import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any, TypeAlias
 
-from torchtune_adaptive.errors import InputError, quote, reason_of, require_working_directory
+from torchtune_adaptive.errors import InputError, quote, reason_of
 from torchtune_adaptive.schedule import MeasuredSchedule
 
 # f(epoch, current_batch_size) -> increment, called at the start of every epoch, including epoch 0.
@@ -57,7 +58,7 @@ def function_name(function: object) -> str:
 
 def _import(path: str) -> Any:
     """Import the dotted ``path``, also from the working directory, as torchtune does for its components."""
-    if (directory := require_working_directory()) not in sys.path:
+    if (directory := os.getcwd()) not in sys.path:
         sys.path.append(directory)
     try:
         return pkgutil.resolve_name(path)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, quote, reason_of, require_working_directory
+from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded, reason_of
 from torchtune_adaptive.output import filter_messages, tolerate_lost_output
 from torchtune_adaptive.stock.installed import require_torchtune
 
@@ -28,7 +28,7 @@ def check_first() -> None:
     imported. On several nodes it checks no values: a node that refuses one has to notify the others, as ``launch``
     does.
     """
-    _prepare()
+    tolerate_lost_output()
     filter_messages()
     try:
         require_torchtune()
@@ -49,7 +49,7 @@ def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:
     ended, this one ends too, with a sentence and status 1. Without a launcher this process is the only rank; a
     single-device recipe refuses several. Output that cannot be written is lost, and ends nothing.
     """
-    _prepare()
+    tolerate_lost_output()
     from torchtune import config
 
     from torchtune_adaptive.stock.configs import resolve_config_argument
@@ -142,25 +142,6 @@ def run_recipe(recipe_class: "type[AdaptiveRecipe]", cfg: "DictConfig") -> None:
 def _ranks() -> int:
     """The number of ranks. Without a launcher it is 1, whatever an earlier one has left in the environment."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
-
-
-def _prepare() -> None:
-    """Tolerate lost output, and end the program with one sentence if it cannot run in its environment.
-
-    That is without a working directory, or with numbers of ranks and nodes that no launcher sets.
-    """
-    tolerate_lost_output()
-    try:
-        require_working_directory()  # without one, torch cannot be imported
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):
-            value = os.environ.get(name, "0")
-            if not value.isdecimal():
-                raise InputError(f"`{name}` must be a number in the environment, but is {quote(value)} instead.")
-        if (rank := int(os.environ.get("RANK", 0))) >= _ranks():
-            bound = f"below `WORLD_SIZE` ({_ranks()})"
-            raise InputError(f"`RANK` must be {bound} in the environment, but is {rank} instead.")
-    except InputError as error:
-        _refuse(error)
 
 
 def _refuse(error: InputError) -> NoReturn:

@@ -23,12 +23,11 @@ import torch.distributed as dist
 
 from torchtune_adaptive.engine.distributed.fsdp_ledger import RecordedAllGather
 from torchtune_adaptive.engine.distributed.ledger import Ledger
-from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.operations import OperationMode, is_collective, is_wait
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
 
-__all__ = ["Fault", "ballast", "faults_in", "kill_process", "out_of_memory", "wrap_micro_steps"]
+__all__ = ["Fault", "faults_in", "kill_process", "out_of_memory", "wrap_micro_steps"]
 
 Kind = Literal["operation", "storage growth", "all-gather allocation", "collective"]
 
@@ -196,15 +195,3 @@ def faults_in(recipe_class: Any, faults: Mapping[tuple[int, int], Fault]) -> Ite
 
     with mock.patch.object(recipe_class, "train", train_with_faults):
         yield
-
-
-@contextmanager
-def ballast(num_bytes: int, device: torch.device, *, meter: MemoryMeter | None = None) -> Iterator[None]:
-    """Context: allocate ``num_bytes`` on ``device``, as another process would. On a CPU, ``meter`` counts them."""
-    weight = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    if meter is not None:
-        meter.count(weight)
-    try:
-        yield
-    finally:
-        del weight

@@ -6,7 +6,6 @@ pass, then before a backward pass. Then trains again without it, with the result
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from benchmarks.on_gpu.random_recipe import events_of, let_go, live_random_recip
 from benchmarks.on_gpu.stage import Section, Stage, compute_alike
 from benchmarks.on_gpu.staged import stage_collectives
 from tests.support.recipe_runs import local_parameters, same_bits
-from torchtune_adaptive.testing import ballast
 
 BATCH_SIZE, EPOCHS, STEPS = 8, 2, 5  # rows per rank, steps per epoch
 FORWARD_STEP, BACKWARD_STEP = 2, 4  # of the first epoch, in which the tensor is made before that phase
@@ -31,7 +29,7 @@ class Crowded(Observed):
 
     def __init__(self) -> None:
         super().__init__()
-        self._tensor_in_the_way = ExitStack()
+        self._tensor_in_the_way: torch.Tensor | None = None
         self._fills_before_backward = False
 
     def before_step(self, number: int) -> None:
@@ -48,7 +46,7 @@ class Crowded(Observed):
             self._fill(_NO_ROOM)
 
     def after_epoch(self) -> None:
-        self._tensor_in_the_way.close()
+        self._tensor_in_the_way = None
 
     def _fill(self, room: float) -> None:
         """Leave memory for the share ``room`` of a step's activations."""
@@ -58,7 +56,8 @@ class Crowded(Observed):
         # An allocator's limit is on what it has reserved, of which a little stays free in blocks that are in use.
         used_bytes = torch.cuda.memory_reserved() if self.is_cuda else self.live_bytes()
         num_bytes = max(meter.limit_bytes - used_bytes - round(room * self._activations_bytes), 0)
-        self._tensor_in_the_way.enter_context(ballast(num_bytes, self.recipe.parts.step.device, meter=meter))
+        self._tensor_in_the_way = torch.zeros(num_bytes, dtype=torch.uint8, device=self.recipe.parts.step.device)
+        meter.count(self._tensor_in_the_way)
 
 
 class Resized(Observed):

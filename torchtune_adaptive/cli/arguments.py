@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from torchtune_adaptive.errors import InputError, require_integer, require_working_directory
+from torchtune_adaptive.errors import InputError, require_integer
 from torchtune_adaptive.output import escape_unknown_characters, filter_messages
 
 PROGRAM = "tune-adaptive"
@@ -29,7 +29,6 @@ def program(arguments: Sequence[str]) -> Iterator[None]:
     filter_messages()
     escape_unknown_characters()
     try:
-        require_working_directory()
         yield
         print(end="", flush=True)
     except InputError as error:

@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import re
-import resource
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -190,20 +189,17 @@ class CheckpointFolder:
         return found
 
     def describe_space(self, error: BaseException) -> str:
-        """What limits files in the folder, as text, for the message about a failed write.
+        """The space in the folder, as text, for the message about a failed write.
 
         Args:
             error: why it failed; one that has nothing to do with space gives "".
         """
-        if isinstance(error, OSError) and error.errno not in (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOSPC, errno.EDQUOT):
             return ""
         try:
-            space = f"{format_bytes(shutil.disk_usage(self.path).free)} free in {self.path}"
+            return f" ({format_bytes(shutil.disk_usage(self.path).free)} free in {self.path})"
         except OSError:
             return f" (no folder {self.path})"
-        largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        limit = "" if largest == resource.RLIM_INFINITY else f", `ulimit -f` allows files of {format_bytes(largest)}"
-        return f" ({space}{limit})"
 
     def prune(self, keep: int) -> None:
         """Keep the last ``keep`` checkpoints of steps of the latest run, and remove its older ones."""
