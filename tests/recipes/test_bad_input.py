@@ -16,6 +16,7 @@ from torchtune_adaptive.tiny import MODEL_GEOMETRY
 SEARCH = "use_maximum_batch_size=True"
 GROW = "batch_increase_function="
 # What a config's keys and values alone say is checked in `tests/test_settings.py` and `tests/stock/test_checks.py`.
+# What one part refuses alone is in the tests of that part.
 CASES: dict[str, tuple[list[str], str]] = {
     "limit above the device": (
         [SEARCH, "adaptive.memory_limit=900TiB"],
@@ -33,10 +34,6 @@ CASES: dict[str, tuple[list[str], str]] = {
         [SEARCH, "gradient_accumulation_steps=64", "dataset.split=train[:100]"],
         "`dataset` has 100 samples, too few for one optimizer step (1 row * 64 micro-steps * 2 ranks = 128 samples",
     ),
-    "data set without samples": (
-        ["dataset._component_=tests.support.recipe_runs.no_samples"],
-        "`dataset` has no samples.",
-    ),
     "samples of another method": (
         [
             "dataset._component_=torchtune.datasets.preference_dataset",
@@ -52,27 +49,7 @@ CASES: dict[str, tuple[list[str], str]] = {
         ["checkpointer.checkpoint_dir=/no/such"],
         "ValueError: /no/such is not a valid directory (",
     ),
-    "rows beyond the model": (
-        [SEARCH, "tokenizer.max_seq_len=600"],
-        "Rows have 600 tokens, but the model takes at most 512; set `tokenizer.max_seq_len` to 512 or less.",
-    ),
-    "start above the maximum": (
-        [GROW + "tests.support.growth_functions.gives_two", "batch_size=64", "adaptive.memory_limit=44MiB"],
-        "`batch_size` must be at most the largest that fits (3), but is 64 instead.",
-    ),
     "nothing fits": ([SEARCH, "adaptive.memory_limit=9MiB"], "not even one row fits: its step ran out of memory at"),
-    "sample above the tokens": (
-        ["adaptive.max_tokens_per_micro_batch=128"],
-        "`adaptive.max_tokens_per_micro_batch` must be at least ",
-    ),
-    "values that an optimizer refuses": (
-        ["optimizer.betas=[2, 3]"],
-        "`optimizer` cannot be created from {",
-    ),
-    "state that cannot be saved": (
-        [GROW + "tests.support.growth_functions.UNSAVABLE"],
-        "`batch_increase_function.state_dict()` must return JSON values, but fails: TypeError",
-    ),
 }
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -117,13 +116,3 @@ def test_tune_run_with_a_fault_in_each_epoch_has_the_losses_of_one_without(
         assert run.stderr.count("ran out of memory in") == len(faults)
     assert len(losses["fault-free"]) == 10
     assert losses["faulty"] == pytest.approx(losses["fault-free"], rel=1e-5)
-
-
-@pytest.mark.exhaustive
-def test_when_a_rank_is_killed_the_others_end_and_it_is_named(tiny_dir: Path, tmp_path: Path) -> None:
-    plan = {"kind": "full", "strike": "kill_process", "faults": [[3, 0, 1, 700]]}
-    short = (f"tiny_dir={tiny_dir}", "epochs=1")
-    run, losses = _tune_run_with_faults(plan, 2, *short, config="tiny/full", directory=tmp_path)
-    assert run.returncode != 0
-    assert len(losses) == 3, run.stderr[-3000:]
-    assert re.search(r"rank +: 1 .*\n +exitcode +: -9 ", run.stderr)

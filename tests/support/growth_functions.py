@@ -1,4 +1,4 @@
-"""Functions that a config can name as `batch_increase_function`, most of them wrong in one way each."""
+"""Functions that a config can name as `batch_increase_function`."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,23 +10,6 @@ def raises_late(epoch: int, current_batch_size: int) -> int:
     if epoch == 2:
         raise ZeroDivisionError("division by zero")
     return 0
-
-
-def gives_two(epoch: int, current_batch_size: int) -> int:
-    return 2
-
-
-class _Unsavable:
-    def __call__(self, epoch: int, current_batch_size: int) -> int:
-        return 0
-
-    def state_dict(self) -> dict[str, object]:
-        return {"seen": object()}
-
-    def load_state_dict(self, state: dict[str, object]) -> None: ...
-
-
-UNSAVABLE = _Unsavable()
 
 
 class Recording(MeasuredSchedule):

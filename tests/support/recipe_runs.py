@@ -101,11 +101,6 @@ class RecordingLogger(MetricLoggerInterface):
     def close(self) -> None: ...
 
 
-def no_samples(tokenizer: Any, **_: Any) -> list[Any]:
-    """A data set that a config can name, without a sample."""
-    return []
-
-
 def shallow_assets(tiny_dir: Path) -> Path:
     """Where the assets of ``tiny_dir`` are with two of the model's four layers, for runs with ``SHALLOW``.
 

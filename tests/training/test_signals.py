@@ -19,7 +19,7 @@ def handlers() -> dict[str, object]:
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_only_makes_the_request_and_handlers_are_restored_also_after_an_error(kind: signal.Signals) -> None:
-    before, request = handlers(), StopRequest()
+    before, during, request = handlers(), {}, StopRequest()
     with contextlib.suppress(ZeroDivisionError), request.listening():
         during = handlers()
         assert not request.is_made()
