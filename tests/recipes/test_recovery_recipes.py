@@ -109,7 +109,7 @@ def test_tune_run_with_a_fault_in_each_epoch_has_the_losses_of_one_without(
     for name, faults in (("faulty", [[2, 0, ranks - 1, 500], [7, 0, 0, 900]]), ("fault-free", [])):
         output_dir = tmp_path / name
         output_dir.mkdir()
-        plan = {"kind": kind, "strike": "out_of_memory", "faults": faults}
+        plan = {"kind": kind, "faults": faults}
         short = (f"tiny_dir={tiny_dir}", "epochs=2", "max_steps_per_epoch=5")
         run, losses[name] = _tune_run_with_faults(plan, ranks, *short, config=f"tiny/{kind}", directory=output_dir)
         assert run.returncode == 0, run.stderr[-3000:]

@@ -97,7 +97,7 @@ def test_nodes_search_and_train_together_with_the_lowest_memory_limit(tiny_dir: 
 def test_when_a_rank_of_one_node_runs_out_of_memory_all_ranks_halve(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = {"kind": "full", "strike": "out_of_memory", "faults": [[1, 0, 3, 40]]}
+    plan = {"kind": "full", "faults": [[1, 0, 3, 40]]}
     monkeypatch.setenv("FAULTY_RECIPE", json.dumps(plan))
     with two_nodes(tiny_dir, tmp_path, [{}, {}], ranks=2, recipe="faulty_recipe") as runs:
         assert ends(runs) == [0, 0], runs[0].output[-3000:]

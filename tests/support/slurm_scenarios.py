@@ -101,7 +101,7 @@ class Scenarios:
 
     def out_of_memory(self) -> Outcome:
         """A rank of one node runs out of memory in the middle, and both run the step again."""
-        plan = {"kind": "full", "strike": "out_of_memory", "faults": [[HOLD, 0, 1, 40]]}
+        plan = {"kind": "full", "faults": [[HOLD, 0, 1, 40]]}
         with mock.patch.dict("os.environ", FAULTY_RECIPE=json.dumps(plan)):
             alone = finished(_SETUP, self._assets, self._new_directory(), recipe="faulty_recipe")
             job = self._job(TWO_NODES, recipe="faulty_recipe")
