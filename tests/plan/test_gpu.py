@@ -50,9 +50,15 @@ def test_amds_gpus_hold_more_outside_the_allocator() -> None:
     [
         ("", False, ""),
         ("pinned_use_background_threads:True, expandable_segments:true", True, ""),
+        (" expandable_segments : True ", True, ""),
         ("expandable_segments:False", False, ""),
         ("backend:native", False, ""),
         ("max_split_size_mb:128, backend:cudaMallocAsync", False, "max_split_size_mb:128, backend:cudaMallocAsync"),
+        (
+            "expandable_segments:True, roundup_power2_divisions: [256:1, 512:2], backend: native",
+            True,
+            "roundup_power2_divisions:[256:1,512:2]",
+        ),
     ],
 )
 def test_the_allocators_settings_are_those_of_the_environment(

@@ -179,9 +179,9 @@ _NOT_MODELLED = ("max_split_size_mb", "roundup_power2_divisions", "garbage_colle
 
 
 def _allocator_settings() -> dict[str, str]:
-    """The settings of torch's allocator in this process, which are those of the run."""
+    """The settings of torch's allocator in this process, which are those of the run. Blanks do not count in them."""
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    return {name: value for name, _, value in (setting.strip().partition(":") for setting in text.split(","))}
+    return dict(re.findall(r"([^,:]+):(\[[^]]*\]|[^,]*)", "".join(text.split())))  # a list has commas and colons
 
 
 @dataclass(frozen=True, kw_only=True)
