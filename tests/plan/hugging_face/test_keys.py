@@ -9,7 +9,7 @@ import pytest
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.hugging_face import keys
-from torchtune_adaptive.plan.hugging_face.keys import Arguments, ModelKeys, RunKeys, TrainerClasses, read_keys
+from torchtune_adaptive.plan.hugging_face.keys import Arguments, ModelKeys, RunKeys, TrainerClasses, imported, read_keys
 
 ARGUMENTS = Arguments(
     "MyArguments",
@@ -128,3 +128,15 @@ def test_a_missing_package_and_an_unknown_trainer_are_named(monkeypatch: pytest.
     with pytest.raises(InputError) as caught:
         Arguments.of("adam")
     assert str(caught.value) == "`trainer` must be one of sft, dpo, transformers, but is 'adam' instead."
+
+
+def test_a_package_that_is_there_but_cannot_be_imported_is_not_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_package.py").write_text("raise ImportError('needs a newer torch.')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError) as caught:
+        imported("broken_package", needed_for="LoRA")
+    assert str(caught.value) == (
+        "'broken_package', which a plan of LoRA needs, cannot be imported: ImportError: needs a newer torch."
+    )

@@ -284,12 +284,17 @@ def imported(name: str, *, needed_for: str, package: str = "") -> Any:
     """A module of ``package``, which by default has the module's name.
 
     Raises:
-        InputError: the package is missing.
+        InputError: the package is missing, or the module cannot be imported.
     """
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise missing(package or name.partition(".")[0], needed_for=needed_for) from error
+        found, _, _ = name.partition(".")
+        if importlib.util.find_spec(found) is None:
+            raise missing(package or found, needed_for=needed_for) from error
+        raise InputError(
+            f"{quote(name)}, which a plan of {needed_for} needs, cannot be imported: {reason_of(error)}."
+        ) from error
 
 
 def missing(package: str, *, needed_for: str) -> InputError:
