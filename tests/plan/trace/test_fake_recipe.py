@@ -144,7 +144,6 @@ STATE_OF_RANKS = {
     "torch.optim.AdamW": (2 * 4 * 32768 + 4, 0),
     "torchao.optim.AdamW8bit": (2 * (32768 + 4 * 128 + 4 * 256), 0),
     "bitsandbytes.optim.PagedAdamW8bit": (2 * (32768 + 4 * 128), 2 * 32768),
-    "torchao.optim.CPUOffloadOptimizer": (0, 4 * 131072),
 }
 
 

@@ -42,7 +42,7 @@ def host_figures(
     with_gradients = [parameter for parameter in parameters if parameter.requires_grad]
     state = [value for optimizer in optimizers for values in optimizer.state.values() for value in values.values()]
     paged = sum(getattr(optimizer, "paged_bytes", 0) for optimizer in optimizers)  # which may move to the host
-    weights_on_host, state_on_host = 0, paged + sum(getattr(optimizer, "host_bytes", 0) for optimizer in optimizers)
+    weights_on_host, state_on_host = 0, paged
     if cfg.get("fsdp_cpu_offload", False):
         weights_on_host = _local_bytes(parameters, pinned=True)
         state_on_host += _local_bytes(with_gradients, pinned=True) + _local_bytes(state)

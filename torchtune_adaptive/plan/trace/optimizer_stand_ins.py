@@ -12,7 +12,6 @@ from torch import nn
 
 from torchtune_adaptive.engine.memory.operations import local_part
 from torchtune_adaptive.errors import InputError, quote, require_integer
-from torchtune_adaptive.plan.host_memory import pinned_bytes
 
 _BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.(Paged)?([A-Z][A-Za-z]*?)(8bit|32bit)?")
 # Number of state tensors per parameter, by the optimizer's name.
@@ -23,21 +22,22 @@ _STATES_BY_WHOLE_NAME = MappingProxyType({"AdEMAMix32bit": 2})  # which bitsandb
 _LIMITING_UPDATES = ("LAMB", "LARS")  # relative to the parameter's norm, unless `max_unorm` is 0
 _SMALL_FOR_8_BITS = 4096  # elements: below, bitsandbytes keeps 32-bit state by default
 _TORCHAO = re.compile(r"torchao\.(?:optim|prototype\.low_bit_optim)\.AdamW?(8bit|4bit|Fp8)")
-_TORCHAO_OFFLOADING = re.compile(r"torchao\.(?:optim|prototype\.low_bit_optim)\.CPUOffloadOptimizer")
+_WITHOUT_STATE = re.compile(r"torchao\..*\.CPUOffloadOptimizer")
 
 
 def stand_in_for_optimizer(optimizer: Any) -> Any:
     """Return the `optimizer` of a config, a mapping, or that of a stand-in if it cannot run on fake tensors.
 
     Raises:
-        InputError: it is an optimizer of bitsandbytes whose state is unknown.
+        InputError: it is an optimizer of bitsandbytes whose state is unknown, or one that recipes cannot train with.
     """
     component = str(optimizer["_component_"])
     if match := _TORCHAO.fullmatch(component):
         return _stand_in(LowBitAdam, bits=match[1], block_size=optimizer.get("block_size", None))
-    if _TORCHAO_OFFLOADING.fullmatch(component):
-        keys = {name: optimizer[name] for name in ("offload_gradients", "minimal_size") if name in optimizer}
-        return _stand_in(OptimizerOnHost, **keys)
+    if _WITHOUT_STATE.fullmatch(component):
+        raise InputError(
+            f"`optimizer` must have a `state`, which recipes save and restore, but {quote(component)} has none."
+        )
     if not component.startswith("bitsandbytes."):
         return optimizer
     match = _BITSANDBYTES.fullmatch(component)
@@ -194,38 +194,3 @@ class LowBitAdam(_StandIn):
         local = local_part(parameter)
         if not self._is_small(local):
             torch.empty(int(local.numel() * self._format.taken_per_element), dtype=torch.uint8)
-
-
-class OptimizerOnHost(_StandIn):
-    """Holds what torchao's ``CPUOffloadOptimizer`` holds on the device: the state of small parameters.
-
-    With ``offload_gradients`` the gradient of a larger parameter is freed as soon as it is complete.
-
-    Attributes:
-        host_bytes: this rank's host memory: pinned copies of larger parameters and gradients, and their state.
-    """
-
-    def __init__(
-        self, params: Iterable[nn.Parameter], *, lr: float, offload_gradients: bool = False, minimal_size: int = 4096
-    ) -> None:
-        super().__init__(params, lr=lr)
-        self._minimal_size = minimal_size
-        self.host_bytes = 0
-        if offload_gradients:
-            for parameter in (one for group in self.param_groups for one in group["params"]):
-                if not self._is_small(parameter) and parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(_drop_gradient)
-
-    def _is_small(self, parameter: nn.Parameter) -> bool:
-        return parameter.numel() < self._minimal_size
-
-    def _state_of(self, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
-        if self._is_small(parameter):
-            return {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        nbytes = local_part(parameter).nbytes
-        self.host_bytes += 2 * pinned_bytes(nbytes) + 2 * nbytes
-        return {}
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
