@@ -1,15 +1,14 @@
 """A step's events with more layers and more rows, against the events of a program that has so many."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from itertools import starmap
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events, between, extended, with_bytes_of
+from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events, extended, with_bytes_of
 from torchtune_adaptive.plan.trace.step_events import StepEvents
 
 FEWEST_LAYERS, PERIOD = 4, 2  # as in a plan, where two sorts of layers may alternate
@@ -206,60 +205,3 @@ def test_a_batch_whose_memory_does_not_follow_is_refused_in_one_sentence() -> No
         InputError, match=r"^A batch of 4 cannot be planned: its memory does not follow .* of 2 and 3\.$"
     ):
         step.at(4)
-
-
-# ---- rows of other lengths
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of an event: a constant, for each pair of tokens of a row, for each token and for each pair of all rows."""
-
-    constant: int
-    of_pairs: int
-    per_token: int
-    per_pair: int
-    per_row: int = field(default=0)
-
-    def at(self, num_rows: int, seq_len: int) -> int:
-        of_row = self.per_row + self.per_token * seq_len + self.per_pair * seq_len**2
-        return self.constant + self.of_pairs * seq_len**2 + num_rows * of_row
-
-
-few_bytes = st.integers(0, 9)
-
-
-@properties
-@given(
-    st.lists(st.builds(Sizes, few_bytes, few_bytes, few_bytes, few_bytes), min_size=1, max_size=4),
-    st.tuples(st.integers(1, 500), st.integers(501, 999), st.integers(1000, 5000)),
-)
-def test_rows_of_a_length_between_two_others_take_what_they_take(
-    step: list[Sizes], lengths: tuple[int, int, int]
-) -> None:
-    def events(num_rows: int, seq_len: int) -> Events:
-        return tuple(Event("forward", "mm", "activations", one.at(num_rows, seq_len)) for one in step)
-
-    low, middle, high = lengths
-    short, long = ((one, events(2, one), events(3, one)) for one in (low, high))
-    assert between(middle, short, long, (2, 3)) == (events(2, middle), events(3, middle))
-
-
-def test_images_take_the_same_beside_rows_of_any_length() -> None:
-    step = [Sizes(3, 2, 5, 0, per_row=7), Sizes(1, 0, 2, 0, per_row=1000)]
-    steps = {
-        (num_rows, seq_len): tuple(
-            starmap(Event, (("forward", "mm", "activations", one.at(num_rows, seq_len)) for one in step))
-        )
-        for num_rows in (2, 3)
-        for seq_len in (64, 96, 256)
-    }
-    short, long = ((one, steps[2, one], steps[3, one]) for one in (64, 256))
-    assert between(96, short, long, (2, 3), with_images=True) == (steps[2, 96], steps[3, 96])
-
-
-def test_lengths_that_run_other_operations_have_none_between() -> None:
-    short = (8, rows(2), rows(3))
-    assert between(9, short, (10, rows(2), rows(3)), (2, 3)) is not None
-    other = tuple(one._replace(operation="another") for one in rows(3))
-    assert between(9, short, (10, rows(2), other), (2, 3)) is None

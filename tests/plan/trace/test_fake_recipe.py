@@ -122,10 +122,6 @@ def _kinds() -> dict[str, Any]:
     plain = [*CUDA, "~optimizer.fused"]
     steps = [_memory(_cfg("full", *plain, *more)).phases for more in ([], ["optimizer.foreach=False"])]
     seen["lists of tensors"] = [step["optimizer"] for step in steps]
-    lengths = _cfg("full", SHALLOW, "dataset.packed=True")  # a dense mask
-    between = trace_config(lengths, world_size=2, seq_lens=[32, 80, 128]).lengths[1]
-    seen["interpolated"] = exact(between.at(5)).phases
-    seen["traced"] = _memory(lengths, world_size=2, seq_len=80, rows=5).phases
     seen["buffers"] = [
         _memory(_cfg("full", *_model("with_a_buffer", num_layers=1, is_lazy=is_lazy))).phases for is_lazy in (0, 1)
     ]
@@ -201,12 +197,6 @@ def test_paged_state_is_counted_apart_from_state_on_the_device(kinds: dict[str, 
 def test_an_optimizer_steps_over_lists_of_tensors_as_on_cuda(kinds: dict[str, Any]) -> None:
     by_default, over_tensors = kinds["lists of tensors"]
     assert by_default > over_tensors
-
-
-def test_lengths_between_the_shortest_and_the_longest_are_interpolated_even_with_a_dense_mask(
-    kinds: dict[str, Any],
-) -> None:
-    assert kinds["interpolated"] == pytest.approx(kinds["traced"], rel=1e-9)
 
 
 def test_a_model_that_makes_a_buffer_in_its_first_step_is_planned_as_one_that_has_it(kinds: dict[str, Any]) -> None:

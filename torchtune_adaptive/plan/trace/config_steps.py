@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -13,7 +12,7 @@ from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.errors import InputError, TracingError
 from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.trace.as_cuda import computed_as_on_cuda
-from torchtune_adaptive.plan.trace.events import Events, between, extended, with_bytes_of
+from torchtune_adaptive.plan.trace.events import Events, extended, with_bytes_of
 from torchtune_adaptive.plan.trace.fake_recipe import FakeRecipe
 from torchtune_adaptive.plan.trace.fake_step import treated_as_real
 from torchtune_adaptive.plan.trace.restored import fake_process_group, settings_restored
@@ -118,33 +117,9 @@ class ConfigSteps:
         return (first, second) if extended(few, more, 2) == most else (self.num_layers,)
 
     def lengths(self, seq_lens: Sequence[int], layers: tuple[int, ...]) -> tuple[StepEvents, ...]:
-        """The whole model's step for each row length, from models with these numbers of ``layers``.
-
-        Batches of several rows are traced only for the shortest and the longest length, and interpolated for the
-        others.
-        """
-        ends = sorted({min(seq_lens), max(seq_lens)})
+        """The whole model's step for each row length, from models with these numbers of ``layers``."""
         self._progress.reset(total=self._num_steps(seq_lens, layers))
-        traced = {seq_len: self._step(seq_len, layers) for seq_len in ends}
-        for seq_len in seq_lens:
-            if seq_len not in traced:
-                traced[seq_len] = self._between(seq_len, traced[ends[0]], traced[ends[1]], layers)
-        return tuple(traced[seq_len] for seq_len in seq_lens)
-
-    def _between(self, seq_len: int, short: StepEvents, long: StepEvents, layers: tuple[int, ...]) -> StepEvents:
-        """The step of a length between two others; traced, if theirs differ in more than bytes."""
-        with_images = self._recipe(layers[0]).fusion_interval > 0
-        steps = {1: self._of_layers(layers, 1, seq_len)}
-        small, large = SMALL_BATCH_SIZES
-        for number in range(len(layers)):
-            low, high = ((one.seq_len, one.traced[small][number], one.traced[large][number]) for one in (short, long))
-            found = between(seq_len, low, high, SMALL_BATCH_SIZES, with_images=with_images)
-            if found is None:
-                return self._step(seq_len, layers)
-            for rows, events in zip(SMALL_BATCH_SIZES, found, strict=True):
-                steps[rows] = (*steps.get(rows, ()), events)
-        step = replace(short, seq_len=seq_len, traced=steps)
-        return step if step.follows(1) and step.follows(large + 1) else self._step(seq_len, layers)
+        return tuple(self._step(seq_len, layers) for seq_len in seq_lens)
 
     def figures(self, layers: tuple[int, ...]) -> dict[str, int]:
         """Figures of the whole model that grow linearly with its number of layers."""
@@ -160,10 +135,8 @@ class ConfigSteps:
         return {name: few[name] + periods * (more[name] - few[name]) for name in few}
 
     def _num_steps(self, seq_lens: Sequence[int], layers: tuple[int, ...]) -> int:
-        """Number of steps that ``lengths`` still has to trace if it can interpolate."""
-        batches = {(batch_size, end) for batch_size in SMALL_BATCH_SIZES for end in (min(seq_lens), max(seq_lens))}
-        batches |= {(1, seq_len) for seq_len in seq_lens}
-        steps = {(layers[0], *batch) for batch in batches}
+        """Number of steps that ``lengths`` still has to trace if few layers and rows are enough."""
+        steps = {(layers[0], rows, seq_len) for rows in (1, *SMALL_BATCH_SIZES) for seq_len in seq_lens}
         return len(steps - self._traced.keys()) + len(layers) - 1  # a step of one row often has other events
 
     def _step(self, seq_len: int, layers: tuple[int, ...]) -> StepEvents:

@@ -343,54 +343,6 @@ def _num_same(one: Labels, other: Labels) -> int:
     return next((index for index, is_same in enumerate(same) if not is_same), min(len(one), len(other)))
 
 
-def between(
-    seq_len: int,
-    short: tuple[int, Events, Events],
-    long: tuple[int, Events, Events],
-    rows: tuple[int, int],
-    *,
-    with_images: bool = False,
-) -> tuple[Events, Events] | None:
-    """The events with rows of ``seq_len`` tokens, from those with shorter and with longer rows.
-
-    With n rows of s tokens, an event takes ``c + e * s**2 + n * (a * s + d * s**2)`` bytes. Without dense masks and
-    dense attention, the squared terms are 0. With images, which have the same bytes beside any text, it takes
-    ``c + e * s**2 + n * (i + a * s)``.
-
-    Args:
-        short, long: tokens of a row, with the events of a step of ``rows[0]`` and of one of ``rows[1]`` rows.
-        with_images: whether rows have images beside their text.
-
-    Returns:
-        The events for both numbers of rows. None if the steps differ in more than bytes.
-    """
-    (low_len, *low), (high_len, *high) = short, long
-    if any(_shape(one) != _shape(other) for one, other in zip(low, high, strict=True)) or len(low[0]) != len(low[1]):
-        return None
-    few_rows, more_rows = rows
-    found: list[list[Event]] = [[], []]
-    for low_few, low_more, high_few, high_more in zip(*low, *high, strict=True):
-        lines = [
-            _line(few.num_bytes, more.num_bytes, rows) for few, more in ((low_few, low_more), (high_few, high_more))
-        ]
-        (low_constant, low_slope), (high_constant, high_slope) = lines
-        if with_images:
-            slope = low_slope + (high_slope - low_slope) / (high_len - low_len) * (seq_len - low_len)
-        else:
-            per_pair = (high_slope / high_len - low_slope / low_len) / (high_len - low_len)
-            slope = (low_slope / low_len - per_pair * low_len) * seq_len + per_pair * seq_len**2
-        per_square = (high_constant - low_constant) / (high_len**2 - low_len**2)
-        constant = low_constant + per_square * (seq_len**2 - low_len**2)
-        for events, event, number in zip(found, (low_few, low_more), (few_rows, more_rows), strict=True):
-            events.append(event._replace(num_bytes=round(constant + number * slope)))
-    return tuple(found[0]), tuple(found[1])
-
-
-def _line(few: int, more: int, rows: tuple[int, int]) -> tuple[float, float]:
-    slope = (more - few) / (rows[1] - rows[0])
-    return few - slope * rows[0], slope
-
-
 def _shape(events: Events) -> list[object]:
     """The events without their bytes."""
     return [(*event[:3], *event[4:]) for event in events]
