@@ -4,9 +4,11 @@ Nothing is computed: the model is built on the meta device, and its step runs on
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -249,32 +251,21 @@ def _batches(make_batch: MakeBatch, sizes: Sequence[int], *, like_cuda: bool) ->
 
 
 def _require_linear(shapes: dict[int, list[tuple[int, ...]]]) -> None:
-    """Refuse batches whose tensors do not grow with the number of samples, in one dimension each.
+    """Refuse batches whose tensors do not have so many elements more with each sample.
 
     Raises:
         InputError: the shapes are not those of batches with so many samples.
     """
     sizes = sorted(shapes)
-    grown = [_grown_dimensions(sizes, of_tensor) for of_tensor in zip(*map(shapes.__getitem__, sizes), strict=False)]
-    is_linear = len({len(shapes[size]) for size in sizes}) == 1 and None not in grown
-    if not (is_linear and (len(sizes) == 1 or any(grown))):
-        told = "; ".join(f"{', '.join(map(str, shapes[size])) or 'none'} for n={size}" for size in sorted(shapes))
+    elements = [[math.prod(shape) for shape in shapes[size]] for size in sizes]
+    of_a_sample = {
+        tuple((more - few) / (large - small) for few, more in zip(one, other, strict=False))
+        for (small, one), (large, other) in pairwise(zip(sizes, elements, strict=True))
+    }
+    is_linear = len({*map(len, elements)}) == 1 and len(of_a_sample) <= 1
+    if not is_linear or any(max(one, default=0) <= 0 for one in of_a_sample):
+        told = "; ".join(f"{', '.join(map(str, shapes[size])) or 'none'} for n={size}" for size in sizes)
         raise InputError(f"`make_batch(n)` must return n samples of one length, but its tensors have shapes {told}.")
-
-
-def _grown_dimensions(sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> int | None:
-    """How many dimensions of a tensor grow with the number of samples: 0 or 1; None if it is another number."""
-    if len({len(shape) for shape in shapes}) > 1:
-        return None
-    grown = 0
-    for lengths in zip(*shapes, strict=True):
-        each = (lengths[-1] - lengths[0]) // max(1, sizes[-1] - sizes[0])
-        if any(length != lengths[0] + each * (size - sizes[0]) for size, length in zip(sizes, lengths, strict=True)):
-            return None
-        if each < 0:
-            return None
-        grown += each > 0
-    return grown if grown <= 1 else None
 
 
 def _require_optimizer_of(model: nn.Module, optimizer: Any) -> None:
