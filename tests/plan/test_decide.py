@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from tests.support.plans import GIB, MIB, cfg_of, planned, rows_of, step_of, tables
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan import decide
 from torchtune_adaptive.plan.decide import Plan
 from torchtune_adaptive.plan.gpu import Overhead
 from torchtune_adaptive.plan.replay import replayed
@@ -184,6 +185,14 @@ def test_a_plan_fits_if_the_longest_rows_do() -> None:
     assert found.decisive.used.batch_size == 1
     assert found.size(2).kinds["activations"] == 160 * GIB
     assert planned(cfg_of(), step_of(short)).fits
+
+
+def test_a_size_is_replayed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned(cfg_of(), step_of(rows_of(2048, held_bytes=GIB, bytes_per_row=GIB)))
+    replays: list[int] = []
+    monkeypatch.setattr(decide, "replayed", lambda *args, **options: replays.append(1) or replayed(*args, **options))
+    assert found.size(1) == found.size(1)
+    assert len(replays) == 1
 
 
 # ---- overhead

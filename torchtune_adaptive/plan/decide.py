@@ -159,7 +159,7 @@ class Plan:
         """The memory of the same batch, event by event."""
         return self._longest.memory(batch_size)
 
-    @property
+    @cached_property
     def _longest(self) -> "BatchSizes":
         return BatchSizes(max(self.step.lengths, key=lambda step: step.seq_len), self.device)
 
@@ -190,6 +190,7 @@ class BatchSizes:
         self._step = step
         self._device = device
         self._peaks_of: dict[int, tuple[int, int]] = {}  # by rows: allocated and reserved bytes
+        self._sizes: dict[tuple[int, bool], SizePlan] = {}  # by rows, and whether they keep the margin
 
     @cached_property
     def largest(self) -> int | None:
@@ -204,21 +205,9 @@ class BatchSizes:
 
     def size(self, batch_size: int, *, keeps_margin: bool = True) -> SizePlan:
         """The memory of a batch of ``batch_size`` rows."""
-        memory, device, overhead = self.memory(batch_size), self._device, self._device.overhead
-        outside_bytes = device.outside_bytes
-        return SizePlan(
-            seq_len=self._step.seq_len or None,
-            batch_size=batch_size,
-            phases=memory.phases,
-            kinds=memory.kinds(),
-            allocated_bytes=memory.allocated_bytes,
-            reserved_bytes=memory.reserved_bytes,
-            process_bytes=memory.reserved_bytes + outside_bytes,
-            uncertainty_bytes=overhead.uncertainty * memory.reserved_bytes
-            + (overhead.most_outside_bytes - overhead.least_outside_bytes) / 2,
-            usable_bytes=outside_bytes + device.reservable_bytes(outside_bytes, keeps_margin=keeps_margin),
-            fits=self._fits(batch_size, keeps_margin=keeps_margin),
-        )
+        if (batch_size, keeps_margin) not in self._sizes:
+            self._sizes[batch_size, keeps_margin] = self._size(batch_size, keeps_margin=keeps_margin)
+        return self._sizes[batch_size, keeps_margin]
 
     def memory(self, batch_size: int, limit_bytes: float = float("inf")) -> StepMemory:
         """What steps of ``batch_size`` rows take if the allocator may reserve ``limit_bytes``.
@@ -253,6 +242,24 @@ class BatchSizes:
             used=self.size(used, keeps_margin=searches),
             tokens_per_step=tokens_per_step,
             asked=tuple(self.size(size, keeps_margin=False) for size in asked),
+        )
+
+    def _size(self, batch_size: int, *, keeps_margin: bool) -> SizePlan:
+        memory, device, overhead = self.memory(batch_size), self._device, self._device.overhead
+        self._peaks_of[batch_size] = memory.allocated_bytes, memory.reserved_bytes
+        outside_bytes = device.outside_bytes
+        return SizePlan(
+            seq_len=self._step.seq_len or None,
+            batch_size=batch_size,
+            phases=memory.phases,
+            kinds=memory.kinds(),
+            allocated_bytes=memory.allocated_bytes,
+            reserved_bytes=memory.reserved_bytes,
+            process_bytes=memory.reserved_bytes + outside_bytes,
+            uncertainty_bytes=overhead.uncertainty * memory.reserved_bytes
+            + (overhead.most_outside_bytes - overhead.least_outside_bytes) / 2,
+            usable_bytes=outside_bytes + device.reservable_bytes(outside_bytes, keeps_margin=keeps_margin),
+            fits=self._fits(batch_size, keeps_margin=keeps_margin),
         )
 
     def _peaks(self, batch_size: int) -> tuple[int, int]:
