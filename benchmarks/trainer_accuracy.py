@@ -164,9 +164,9 @@ def _measured(case: Case, folder: Path, rows: int) -> list[int]:
     import torch
     from transformers import HfArgumentParser, TrainerCallback
 
-    from torchtune_adaptive.plan.hugging_face.kernels import kernels_do_nothing
     from torchtune_adaptive.plan.hugging_face.liger import triton_does_nothing
     from torchtune_adaptive.plan.hugging_face.training import tokenizer, without_torchao
+    from torchtune_adaptive.plan.hugging_face.trl_stand_ins import kernels_do_nothing
 
     if case.by_ddp:
         _be_one_of(case.ranks)

@@ -19,7 +19,7 @@ from torchtune_adaptive.plan.trace import compiled_code
 from torchtune_adaptive.plan.trace.compiled_code import compile_layers, compile_loss
 from torchtune_adaptive.plan.trace.events import Event
 from torchtune_adaptive.plan.trace.fake_tensors import fake_like, make_fake
-from torchtune_adaptive.plan.trace.kernels import Kernel, Part, fused
+from torchtune_adaptive.plan.trace.fused_kernels import Kernel, Part, fused
 from torchtune_adaptive.plan.trace.recorder import StepTrace
 
 ROWS, TOKENS, DIM, HIDDEN, HEADS, KV_HEADS = 4, 32, 64, 144, 4, 2

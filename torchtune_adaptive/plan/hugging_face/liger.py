@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from torchtune_adaptive.plan.hugging_face.kernels import NoKernel
 from torchtune_adaptive.plan.hugging_face.keys import imported
+from torchtune_adaptive.plan.hugging_face.trl_stand_ins import NoKernel
 
 _IGNORED = -100  # the label of a token that is not learnt
 

@@ -12,11 +12,11 @@ from torch import nn
 from torchtune_adaptive.engine.search.strategies import SMALL_BATCH_SIZES
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.output import quietly
-from torchtune_adaptive.plan.hugging_face.kernels import tokens_of_a_tile
 from torchtune_adaptive.plan.hugging_face.quantized import unpacked
 from torchtune_adaptive.plan.hugging_face.replicas import setup_of_replicas
 from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
 from torchtune_adaptive.plan.hugging_face.training import training_of, without_torchao
+from torchtune_adaptive.plan.hugging_face.trl_stand_ins import tokens_of_a_tile
 from torchtune_adaptive.plan.trace.events import Events, extended, with_bytes_of
 from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from torchtune_adaptive.plan.trace.kernels import Kernel, Part, fused
+from torchtune_adaptive.plan.trace.fused_kernels import Kernel, Part, fused
 
 # Operations without the tag "pointwise" whose elements a kernel computes where they are read. `scatter` into a
 # constant, as in the backward pass of cross entropy, is a comparison with the index.
