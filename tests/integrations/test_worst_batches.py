@@ -50,7 +50,7 @@ def found(
     cutter = TrainerBatches(size, rows_per_sample=2 if pairs else 1)
     batches = [TrainerBatch(first or collate([row(3), row(2)]), None, 1)]
     loader = SimpleNamespace(dataset=data, collate_fn=collate)
-    worst, most = worst_batches(loader, batches, cutter, shows_progress=False)
+    worst, most = worst_batches(loader, batches, cutter)
     return [one.inputs for one in worst.of(size, len(worst))], most
 
 
@@ -190,9 +190,19 @@ def test_no_more_samples_are_tried_than_there_are(rows: int, size: int, most: in
 def test_more_batches_can_be_made_to_have_as_many_on_all_ranks() -> None:
     loader = SimpleNamespace(dataset=[row(9), row(3)], collate_fn=collate)
     first = [TrainerBatch(collate([row(3)]), None, 1)]
-    worst, _ = worst_batches(loader, first, TrainerBatches(4), shows_progress=False)
+    worst, _ = worst_batches(loader, first, TrainerBatches(4))
     assert len(worst) == 1
     assert [one.inputs["input_ids"].shape for one in worst.of(2, 3)] == [(2, 9)] * 3
+
+
+def test_reading_ends_after_a_while_and_has_seen_rows_from_anywhere(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_READING_S", 0.0)
+    ((batch,), most) = found([row(length) for length in range(10, 50)], size=64)
+    assert 10 < batch["input_ids"].shape[1] < 49
+    assert most == 40
+    assert texts(caplog) == ["The search has read 1 of 40 samples, for 0 s."]
 
 
 # ---- no trace
@@ -305,7 +315,9 @@ def test_samples_that_cannot_be_collated_alone_are_left_out(caplog: pytest.LogCa
     (batch,), _ = found(data, lambda rows: collate([one for one in rows if one is not None]))
     assert batch["input_ids"].shape == (4, 7)
     (text,) = texts(caplog)
-    assert text.startswith("The search has left out samples (2 of 4): ValueError: max() ")  # Python's own words follow
+    assert text.startswith(
+        "The search has left out samples (2 of 4): OSError: a broken file"
+    )  # the first that was read
 
 
 @pytest.mark.parametrize("needed", [2, 4])
@@ -357,7 +369,7 @@ def test_without_a_look_at_the_data_the_first_step_is_used(
     data: Any, collate_fn: Any, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if data is HANGS:
-        monkeypatch.setattr(module, "_SILENCE_S", 0.1)
+        monkeypatch.setattr(module, "_READING_S", 0.05)
         monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # s, then torch ends the process
     children: list[int] = []
     fork = os.fork

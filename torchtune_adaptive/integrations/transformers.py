@@ -257,8 +257,7 @@ class AdaptiveTrainerMixin(_Trainer):
         model = model.module if isinstance(model, DistributedDataParallel) else model  # whose reducer cannot be reset
         self._batches.size = max(self._batches.size, self._batches.num_to_try(batches))
         loader = self.callback_handler.train_dataloader
-        shows_progress = self.is_local_process_zero() and not self.args.disable_tqdm
-        worst, most = worst_batches(loader, batches, self._batches, shows_progress=shows_progress)
+        worst, most = worst_batches(loader, batches, self._batches)
         of_ranks = self.accelerator.gather(torch.tensor([[len(worst), most]], device=self.args.device))
         num_batches, most = of_ranks.amax(dim=0).tolist()  # every rank runs as many micro-steps
 
