@@ -129,11 +129,6 @@ def test_a_trial_of_joined_batches_takes_samples_of_two_that_are_padded_to_other
     assert both.inputs["labels"].tolist() == [[1, 2, 3], [6, 7, ignored]]
 
 
-def test_a_size_of_several_batches_is_rounded_down_to_whole_ones() -> None:
-    batches = [batch([[1], [2], [3]])] * 4
-    assert [TrainerBatches(1).rounded_down(size, batches) for size in (1, 2, 3, 4, 8, 9, 12)] == [1, 2, 3, 3, 6, 9, 12]
-
-
 @pytest.mark.parametrize(("pair", "expected"), [((0, 1), [[1], [3], [1, 3]]), ((2, 3), [[0], [2], [0, 2]])])
 def test_samples_with_the_most_and_the_fewest_labels_are_tried_first(pair: Any, expected: list[list[int]]) -> None:
     ignored = IGNORED

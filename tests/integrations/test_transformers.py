@@ -608,6 +608,27 @@ def test_more_is_checkpointed_where_memory_is_short(monkeypatch: pytest.MonkeyPa
     assert not any(one.gradient_checkpointing for one in layers(trainer)), "as it was, after the training"
 
 
+def test_more_is_checkpointed_where_not_one_row_fits_as_it_is() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 8}
+    rows = [{"input_ids": [3 + number % 60 for number in range(100)]} for _ in range(16)]
+
+    def run(limit: str, **options: Any) -> Any:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+        options |= {"model": model, "train_dataset": rows, "memory_limit": limit}
+        trainer = make("trainer", options=options, optim="sgd")
+        trainer.train()
+        return trainer
+
+    with pytest.raises(NothingFitsError):
+        run("900KiB")
+    trainer = run("900KiB", speed="auto")
+    assert trainer.state.global_step == trainers.STEPS
+    assert trainer.memory_events == []
+    with pytest.raises(NothingFitsError, match="not even one row fits"):
+        run("300KiB", speed="auto")
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -638,6 +659,10 @@ def test_ranks_search_together_if_one_has_less_memory(sharding: str) -> None:
 
 def test_ranks_search_together_if_they_have_found_different_numbers_of_batches() -> None:
     assert run_on_ranks(trainers.uneven_searches_on_rank, 2) == [(BATCH, [])] * 2
+
+
+def test_ranks_find_the_same_size_if_their_batches_are_not_equally_large() -> None:
+    assert run_on_ranks(trainers.unequal_batches_on_rank, 2) == [2 * BATCH] * 2
 
 
 def test_a_cpu_without_a_limit_is_not_searched(caplog: pytest.LogCaptureFixture) -> None:

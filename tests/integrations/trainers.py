@@ -394,6 +394,22 @@ def uneven_searches_on_rank(rank: int) -> tuple[int, list[Any]]:
     return trainer.micro_batch_size if trainer.train() else 0, trainer.memory_events
 
 
+class UnequalBatches(AdaptiveTrainerMixin, Trainer):
+    """Has batches of one sample less on the second rank."""
+
+    def get_train_dataloader(self) -> Any:
+        size = BATCH - torch.distributed.get_rank()
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=size, collate_fn=collate)
+
+
+def unequal_batches_on_rank(rank: int) -> int:
+    """The size that a search finds, rounded down to whole batches, which are not equal on all ranks."""
+    on_rank(rank)
+    trainer = make("trainer", base=UnequalBatches, accumulation=2, options={"memory_limit": "64MiB"})
+    trainer.train()
+    return trainer.micro_batch_size
+
+
 def last_batch_on_rank(rank: int) -> Any:
     """What differs from the plain trainer if only the first rank has samples in the last batch of an epoch."""
     on_rank(rank)

@@ -44,6 +44,13 @@ class TrainerBatch(NamedTuple):
 Part = tuple[TrainerBatch, Sequence[int]]  # a batch, and the numbers of some of its samples
 
 
+class _Place(NamedTuple):
+    """Where a sample is: the batch, and its number in it."""
+
+    batch: TrainerBatch
+    number: int
+
+
 class TrainerBatches(Slices):
     """Cuts the batches of an optimizer step into micro-batches, or joins whole ones if micro-batches are larger.
 
@@ -92,9 +99,10 @@ class TrainerBatches(Slices):
             return []
         self.factor = 1.0
         order = self._in_order(self._tried(samples))
-        (of_one, one), (of_other, other) = (order[number % len(order)] for number in pair or (0, 1))
-        changed = _with_other_labels(of_other, other, of_one, one)
-        first, second = (changed if of_one is of_other else of_one, [one]), (changed, [other])
+        one, other = (order[number % len(order)] for number in pair or (0, 1))
+        changed = _with_other_labels(other, one)
+        first = (changed if one.batch is other.batch else one.batch, [one.number])
+        second = (changed, [other.number])
         alone = [self._micro_batch([first]), self._micro_batch([second])]
         return [alone] if pair is None else [[*alone, self._micro_batch([first, second])], alone]
 
@@ -109,11 +117,6 @@ class TrainerBatches(Slices):
         """
         return len(samples) > 1 and all(_has_known_padding(batch.inputs) for batch in samples)
 
-    def rounded_down(self, size: int, samples: Sequence[TrainerBatch]) -> int:
-        """``size``, or the samples of as many whole batches as fit into it."""
-        largest = max(self.num_samples(one.inputs) for one in samples)
-        return size - size % largest if size > largest else size
-
     def scale_by(self, factor: float) -> bool:
         """Scale losses from now on."""
         self.factor = factor
@@ -121,7 +124,11 @@ class TrainerBatches(Slices):
 
     def is_whole(self, samples: Sequence[TrainerBatch]) -> bool:
         """Whether no batch is cut."""
-        return max((self.num_samples(one.inputs) for one in samples), default=0) <= self.size
+        return self.largest_batch(samples) <= self.size
+
+    def largest_batch(self, samples: Sequence[TrainerBatch]) -> int:
+        """The samples of the largest batch; 0 if there is none."""
+        return max((self.num_samples(one.inputs) for one in samples), default=0)
 
     def repeated(self, inputs: Mapping[str, Any], num_samples: int) -> Mapping[str, Any]:
         """So many copies of the only sample in ``inputs``."""
@@ -176,6 +183,7 @@ class TrainerBatches(Slices):
             several = [self._rows(one.inputs, some) for one, some in parts]
             inputs, number = self._together(several), sum(map(self.num_samples, several))
         share = number / self.num_samples(batch.inputs)
+        # By `factor`: of a sum, of a mean over samples, or of a sum that the trainer divides as if it were a mean.
         weight = {1.0: 1.0, 0.5: share, 2.0: 1 / share}[self.factor]
         return batch._replace(inputs=inputs, divisor=batch.divisor / share, weight=weight)
 
@@ -201,25 +209,37 @@ class TrainerBatches(Slices):
 
         return map_columns(inputs, entries, lengths={num_samples, num_samples * self._rows_per_sample})
 
-    def _in_order(self, batches: Sequence[TrainerBatch]) -> list[tuple[TrainerBatch, int]]:
+    def _in_order(self, batches: Sequence[TrainerBatch]) -> list[_Place]:
         """All samples as a trial takes them: first the one with the most labels, then one with the fewest but some.
 
         Of several batches, a sample of another one comes second, if possible of one that is padded to another length.
         """
-        every = [(batch, number) for batch in batches for number in range(self.num_samples(batch.inputs))]
+        every = [_Place(batch, number) for batch in batches for number in range(self.num_samples(batch.inputs))]
         valid = [_valid_labels(batch.inputs) for batch in batches]
         counts = [count for one in valid if one is not None for count in one.sum(dim=1).tolist()]
         if len(counts) != len(every):  # not known
             counts = [1] * len(every)
         first = max(range(len(every)), key=counts.__getitem__)
-        of_first = every[first][0]
+        of_first = every[first].batch
 
-        def place(index: int) -> tuple[bool, bool, bool, bool, int]:
-            batch, count = every[index][0], counts[index]
+        def rank(index: int) -> tuple[bool, bool, bool, bool, int]:
+            """The least comes first."""
+            batch, count = every[index].batch, counts[index]
+            is_another, has_no_labels = index != first, count == 0
+            is_of_same_batch = batch is of_first
             is_as_long = _padded_length(batch.inputs) == _padded_length(of_first.inputs)
-            return index != first, count == 0, batch is of_first, is_as_long, count
+            return is_another, has_no_labels, is_of_same_batch, is_as_long, count
 
-        return [every[index] for index in sorted(range(len(every)), key=place)]
+        return [every[index] for index in sorted(range(len(every)), key=rank)]
+
+
+def rounded_down(size: int, *, largest_batch: int) -> int:
+    """``size``, or the samples of as many whole batches of ``largest_batch`` as fit into it.
+
+    >>> [rounded_down(size, largest_batch=3) for size in (1, 2, 3, 4, 8, 9, 12)]
+    [1, 2, 3, 3, 6, 9, 12]
+    """
+    return size - size % largest_batch if size > largest_batch else size
 
 
 def _padded_length(inputs: Mapping[str, Any]) -> int:
@@ -247,16 +267,17 @@ def _valid_labels(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     return labels != IGNORED if is_known else None
 
 
-def _with_other_labels(batch: TrainerBatch, other: int, of_one: TrainerBatch, one: int) -> TrainerBatch:
-    """The batch, in which ``other`` has fewer labels than sample ``one`` if labels are ignored somewhere."""
-    valid, of_first = _valid_labels(batch.inputs), _valid_labels(of_one.inputs)
-    if valid is None or of_first is None or other >= len(valid) or one >= len(of_first):
+def _with_other_labels(other: _Place, one: _Place) -> TrainerBatch:
+    """The batch of ``other``, in which that has fewer labels than ``one`` if labels are ignored somewhere."""
+    batch, number = other
+    valid, of_one = _valid_labels(batch.inputs), _valid_labels(one.batch.inputs)
+    if valid is None or of_one is None or number >= len(valid) or one.number >= len(of_one):
         return batch
-    is_ignored_somewhere = not (valid.all() and of_first.all())
-    if not is_ignored_somewhere or valid[other].sum() != of_first[one].sum():
+    is_ignored_somewhere = not (valid.all() and of_one.all())
+    if not is_ignored_somewhere or valid[number].sum() != of_one[one.number].sum():
         return batch
-    labels, places = batch.inputs["labels"].clone(), valid[other].nonzero().flatten()
-    labels[other, places[: len(places) // 2]] = IGNORED
+    labels, places = batch.inputs["labels"].clone(), valid[number].nonzero().flatten()
+    labels[number, places[: len(places) // 2]] = IGNORED
     changed = copy.copy(batch.inputs)
     changed["labels"] = labels  # pyright: ignore[reportIndexIssue]  # a dict or one of transformers' own
     return batch._replace(inputs=changed)

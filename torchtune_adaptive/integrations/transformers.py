@@ -13,7 +13,7 @@ import importlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -29,7 +29,7 @@ from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
 from torchtune_adaptive.engine.search.fastest_step import find_fastest
 from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.errors import CannotCutError, InputError, NothingFitsError, require_one_of
-from torchtune_adaptive.integrations.batches import TrainerBatch, TrainerBatches
+from torchtune_adaptive.integrations.batches import TrainerBatch, TrainerBatches, rounded_down
 from torchtune_adaptive.integrations.checkpointing import Checkpointing, alternatives
 from torchtune_adaptive.integrations.known_trainers import check_parameters, samples_are_pairs, why_refused
 from torchtune_adaptive.integrations.late_gathers import LateGathers, with_attributes
@@ -258,8 +258,10 @@ class AdaptiveTrainerMixin(_Trainer):
         self._batches.size = max(self._batches.size, self._batches.num_to_try(batches))
         loader = self.callback_handler.train_dataloader
         worst, most = worst_batches(loader, batches, self._batches)
-        of_ranks = self.accelerator.gather(torch.tensor([[len(worst), most]], device=self.args.device))
-        num_batches, most = of_ranks.amax(dim=0).tolist()  # every rank runs as many micro-steps
+        own = [len(worst), most, self._batches.largest_batch(batches)]
+        of_ranks = self.accelerator.gather(torch.tensor([own], device=self.args.device))
+        num_batches, most, largest_batch = of_ranks.amax(dim=0).tolist()  # every rank runs and chooses the same
+        rounded = partial(rounded_down, largest_batch=largest_batch)
 
         def step_of_worst(batches: list[TrainerBatch]) -> None:
             for batch in batches:
@@ -278,31 +280,47 @@ class AdaptiveTrainerMixin(_Trainer):
             finally:
                 self._release()
 
-        found = largest()
-        size = self._batches.rounded_down(found.batch_size, batches)
-        log.info("The micro-batch has %d samples: %s", size, found)
-        if self._speed is not None:
-            size = self._fastest_size(model, batches, found, largest)
+        if self._speed is None:
+            found = largest()
+            size = rounded(found.batch_size)
+            log.info("The micro-batch has %d samples: %s", size, found)
+        else:
+            size = self._fastest_size(model, batches, largest, rounded)
         self._batches.size = self._batches.whole_size = size
 
     def _fastest_size(
-        self, model: Any, batches: list[TrainerBatch], found: SearchResult, largest: Callable[[], SearchResult]
+        self,
+        model: Any,
+        batches: list[TrainerBatch],
+        largest: Callable[[], SearchResult],
+        rounded: Callable[[int], int],
     ) -> int:
-        """Switch gradient checkpointing to what is fastest, and return the fastest size. A collective."""
+        """Switch gradient checkpointing to what is fastest, and return the fastest size. A collective.
+
+        Raises:
+            NothingFitsError: not one row fits, however much is checkpointed.
+        """
         choices: dict[str, tuple[Checkpointing, int]] = {}
+        is_short, why_none = False, ""
         ways = alternatives(model)
         self._restore_checkpointing = ways[0].switch
-        for number, checkpointing in enumerate(ways):
-            if checkpointing.needs_less and found.exact_batch_size == found.bound:
+        for checkpointing in ways:
+            if checkpointing.needs_less and not is_short:
                 continue
             checkpointing.switch()
-            with suppress(NothingFitsError):
-                found = largest() if number else found
-                own, most = self.args.per_device_train_batch_size, found.batch_size
-                sizes = [own] if own <= most else []  # the trainer's own is the simplest
-                sizes += [self._batches.rounded_down(most // 2**times, batches) for times in range(_MOST_HALVINGS)]
-                for size in dict.fromkeys(filter(None, sizes)):
-                    choices[f"{count_text(size, 'sample')}, {checkpointing.words}"] = checkpointing, size
+            try:
+                found = largest()
+            except NothingFitsError as error:
+                is_short, why_none = True, str(error)
+                continue
+            is_short = found.exact_batch_size < found.bound
+            own, most = self.args.per_device_train_batch_size, found.batch_size
+            sizes = [own] if own <= most else []  # the trainer's own is the simplest
+            sizes += [rounded(most // 2**times) for times in range(_MOST_HALVINGS)]
+            for size in dict.fromkeys(filter(None, sizes)):
+                choices[f"{count_text(size, 'sample')}, {checkpointing.words}"] = checkpointing, size
+        if not choices:
+            raise NothingFitsError(why_none)
 
         def step_of(choice: tuple[Checkpointing, int], given: list[TrainerBatch]) -> torch.Tensor:
             checkpointing, self._batches.size = choice

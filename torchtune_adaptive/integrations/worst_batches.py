@@ -93,7 +93,7 @@ def worst_batches(loader: Any, batches: Sequence[TrainerBatch], cutter: TrainerB
     """
     data: Any = getattr(loader, "dataset", None)
     collate = getattr(loader, "collate_fn", None)
-    most = max(cutter.num_samples(one.inputs) for one in batches)
+    most = cutter.largest_batch(batches)
     samples: list[Sample] = []
     if _is_indexed(data) and collate is not None:
         samples = _seen_elsewhere(_Scan(data, collate, cutter), len(data))
