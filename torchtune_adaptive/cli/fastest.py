@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cli.arguments import PROGRAM, Commands, add_command
-from torchtune_adaptive.cli.search import check_recipe, found_path, recipe_in
+from torchtune_adaptive.cli.search import check_recipe, cleared_found_path, recipe_in
 from torchtune_adaptive.errors import InputError, quote, require_one_of
 from torchtune_adaptive.fastest.changes import KINDS, questions_of
 from torchtune_adaptive.files import write_atomically, writing
@@ -60,7 +60,7 @@ def run_fastest(arguments: Sequence[str]) -> None:
     _refuse(settings)
     check_config(cfg, ranks=1)
     whole = DictConfig(resolved(cfg))
-    path = found_path(whole)
+    path = cleared_found_path(whole)
     ranks = _ranks(torchrun_options, recipe)
 
     from torchtune_adaptive.fastest.climb import Climb, Outcome, summary  # torch takes seconds to import

@@ -48,7 +48,7 @@ def run_search(arguments: Sequence[str]) -> None:
     torchrun_options, recipe, recipe_args = recipe_in(arguments)
     check_recipe(recipe)
     keys, cfg = _as_search(recipe_args)
-    path = found_path(cfg)
+    path = cleared_found_path(cfg)
     _tune_run([*torchrun_options, recipe, *recipe_args, *keys])
     if path.is_file():  # on the machine of rank 0
         command = ["tune", "run", *torchrun_options, recipe, "--config", str(path)]
@@ -97,17 +97,17 @@ def _config(recipe_args: Sequence[str]) -> DictConfig:
     return cfg
 
 
-def found_path(cfg: DictConfig) -> Path:
-    """Where the search will leave its config. One that an earlier search has left is removed.
+def cleared_found_path(cfg: DictConfig) -> Path:
+    """Remove the config that an earlier search has left, and return where this one will leave its own.
 
     Raises:
         InputError: it could not be written.
     """
-    from torchtune_adaptive.training import found_config  # needs torch
+    from torchtune_adaptive.training.found_config import found_path  # needs torch
 
     if "output_dir" not in cfg:
         raise InputError("A search needs an `output_dir`.")
-    path = found_config.found_path(cfg)
+    path = found_path(cfg)
     with writing("output_dir", path.parent, kind="folder"):
         check_writable(path)
         path.unlink(missing_ok=True)

@@ -2,6 +2,10 @@
 
 A rank that runs out of memory cannot take part in a gather within a micro-step, and its peers would wait. So a gather
 returns a ``LateValue``, what the trainer computes from it is noted, and one gather at the end gives the values.
+
+The notes of a step are one list of late values, in the order in which they were computed: a gather adds one, and each
+computation with one adds another, which keeps its function and arguments. Arguments come before what is computed from
+them, so that one pass over the list gives all values.
 """
 
 import logging
