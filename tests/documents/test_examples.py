@@ -1,12 +1,11 @@
-"""After an error, examples train as if that step had started with smaller micro-batches, and as their libraries do."""
+"""The examples run, search, and have the gradients of the mean over all ranks' tokens."""
 
 import contextlib
 import itertools
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,110 +19,12 @@ from examples import fsdp2_loop, titan_style
 from tests.support.checkout import environment
 from tests.support.faults import same_bits
 from tests.support.ranks import run_on_ranks
-from torchtune_adaptive import MemoryEvent, RecoverableStep
+from torchtune_adaptive import RecoverableStep
 from torchtune_adaptive.engine.memory.operations import plain_parts
-from torchtune_adaptive.engine.recovery.micro_batches import Slices
 from torchtune_adaptive.engine.search.any_loop import SearchResult
-from torchtune_adaptive.testing import Fault, wrap_micro_steps
 
 # `transformers` takes seconds to import: only the ranks that use it import it.
 EXAMPLES = Path(__file__).parents[2] / "examples"
-STEPS = 4
-Outcome = tuple[list[torch.Tensor], list[Any]]  # parameters and events
-
-
-class Faults:
-    """Runs micro-steps of 4 samples; in step 2, and in step 3 that tries them again, the second one fails."""
-
-    def __init__(self) -> None:
-        self.slices = Slices(4)
-        self._step = 0
-        self._num_operations = 0  # of a micro-step
-
-    def __call__(self, number: int, run: Callable[[], Any]) -> Any:
-        self._step += number == 0
-        if number != 1:
-            return run()
-        in_forward, in_backward = self._num_operations // 4, self._num_operations * 3 // 4
-        last_rank = dist.get_world_size() - 1
-        with Fault({2: in_forward, 3: in_backward}.get(self._step), ranks=[last_rank]) as fault:
-            result = run()
-        self._num_operations = fault.count
-        return result
-
-
-class Told:
-    """Runs micro-steps of 4 samples, and of 2 from step 2 on."""
-
-    def __init__(self) -> None:
-        self.slices = Slices(4)
-        self._step = 0
-
-    def __call__(self, number: int, run: Callable[[], Any]) -> Any:
-        self._step += number == 0
-        if number == 0 and self._step == 1:  # the samples of this step are already cut
-            self.slices.size //= 2
-        return run()
-
-
-def _outcome(model: Any, events: Iterable[MemoryEvent]) -> Outcome:
-    parameters = [part.clone() for parameter in model.parameters() for part in plain_parts(parameter.detach())]
-    return parameters, [(event.step, event.ranks, event.phase, event.before, event.after) for event in events]
-
-
-def _by_loop(program: Any, around: Any) -> Outcome:
-    model = program.make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    micro_step = partial(program.micro_step, model)
-    step = RecoverableStep(model, micro_step, micro_batch_size=around.slices, optimizer=optimizer)
-    wrap_micro_steps(step, around)
-    program.train(model, optimizer, step, STEPS)
-    return _outcome(model, step.events)
-
-
-def _by_titan(around: Any) -> Outcome:
-    trainer = titan_style.Trainer(titan_style.Config(micro_batch_size=around.slices))
-    wrap_micro_steps(trainer.forward_backward, around)
-    data_iterator = trainer.batches()
-    for _ in range(STEPS):
-        trainer.train_step(data_iterator)
-    return _outcome(trainer.model, trainer.forward_backward.events)
-
-
-def _by_trainer(model_path: Path, around: Any) -> Outcome:
-    """Training with a learning rate at which a wrong gradient shows."""
-    from examples import transformers_trainer as program
-
-    args = program.TrainingArguments(
-        str(model_path / "out"),
-        per_device_train_batch_size=8,
-        max_steps=STEPS,
-        optim="sgd",
-        learning_rate=0.5,
-        use_cpu=True,
-        disable_tqdm=True,
-        report_to=[],
-        save_strategy="no",
-    )
-    data = [{"input_ids": [(7 * row + column) % 64 for column in range(2 + row % 15)]} for row in range(64)]
-    model = program.load_model(model_path, args.world_size)
-    options: dict[str, Any] = {"train_dataset": data, "data_collator": program.collate, "micro_batch_size": 4}
-    trainer: Any = program.AdaptiveTrainer(model, args, **options)
-    make_step, around.slices = trainer._make_step, trainer._batches
-
-    def make_wrapped_step(*args: Any) -> Any:
-        step = make_step(*args)
-        wrap_micro_steps(step, around)
-        return step
-
-    with mock.patch.object(trainer, "_make_step", make_wrapped_step):
-        trainer.train()
-    return _outcome(trainer.model, trainer.memory_events)
-
-
-def _compared(trained: Callable[[Any], Outcome]) -> dict[str, Any]:
-    (parameters, events), (told, no_events) = trained(Faults()), trained(Told())
-    return {"same": same_bits(parameters, told), "events": events, "events when told": no_events}
 
 
 @contextlib.contextmanager
@@ -182,35 +83,25 @@ def _norms_by_titan() -> tuple[float, float]:
 def _searched_by_loop() -> dict[str, Any]:
     model = fsdp2_loop.make_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    before = _outcome(model, ())[0]
+
+    def parameters() -> list[torch.Tensor]:
+        return [part.clone() for one in model.parameters() for part in plain_parts(one.detach())]
+
+    before = parameters()
     size = fsdp2_loop.find_micro_batch_size(model, optimizer)
-    return {"size": size, "unchanged": same_bits(before, _outcome(model, ())[0])}
+    return {"size": size, "unchanged": same_bits(before, parameters())}
 
 
 def _with_torch_alone(rank: int) -> dict[str, Any]:
-    return {
-        "fsdp2_loop": _compared(partial(_by_loop, fsdp2_loop)),
-        "titan_style": _compared(_by_titan),
-        "search": _searched_by_loop(),
-        "norms": [_norms_by_loop(fsdp2_loop), _norms_by_titan()],
-    }
+    return {"search": _searched_by_loop(), "norms": [_norms_by_loop(fsdp2_loop), _norms_by_titan()]}
 
 
-def _with_transformers(rank: int, directory: Path) -> dict[str, Any]:
-    from examples import transformers_loop, transformers_trainer
+def _with_transformers(rank: int) -> dict[str, Any]:
+    from examples import transformers_loop
 
-    results: dict[str, Any] = {"transformers_loop": _compared(partial(_by_loop, transformers_loop))}
-    results["norms"] = [_norms_by_loop(transformers_loop)]
-    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    if rank == 0:
-        config = transformers_trainer.LlamaConfig(**sizes, num_attention_heads=2, attention_dropout=0.1)
-        transformers_trainer.LlamaForCausalLM(config).save_pretrained(directory / "model")
-    dist.barrier()
-    as_torchrun = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    with mock.patch.dict(os.environ, as_torchrun):
-        results["transformers_trainer"] = _compared(partial(_by_trainer, directory / "model"))
+    norms = [_norms_by_loop(transformers_loop)]
     dist.destroy_process_group()
-    return results | ({"found": _found_with_padding()} if rank == 0 else {})
+    return {"norms": norms} | ({"found": _found_with_padding()} if rank == 0 else {})
 
 
 def _found_with_padding() -> SearchResult:
@@ -228,31 +119,9 @@ def torch_alone() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results() -> list[dict[str, Any]]:
     """The other trials, by rank: once, because each process takes seconds to import ``transformers``."""
-    return run_on_ranks(_with_transformers, 2, tmp_path_factory.mktemp("examples"))
-
-
-def _check_compared(compared: dict[str, Any]) -> None:
-    events = [(2, (1,), "forward", 4, 2), (3, (1,), "backward", 4, 2)]
-    assert compared == {"same": True, "events": events, "events when told": []}
-
-
-@pytest.mark.parametrize("program", ["fsdp2_loop", "titan_style"])
-def test_after_an_error_on_one_rank_two_ranks_train_as_with_smaller_micro_batches(
-    torch_alone: list[dict[str, Any]], program: str
-) -> None:
-    for rank in torch_alone:
-        _check_compared(rank[program])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("program", ["transformers_loop", "transformers_trainer"])
-def test_after_an_error_on_one_rank_transformers_trains_as_with_smaller_micro_batches(
-    results: list[dict[str, Any]], program: str
-) -> None:
-    for rank in results:
-        _check_compared(rank[program])
+    return run_on_ranks(_with_transformers, 2)
 
 
 def test_gradients_are_those_of_the_mean_over_all_ranks_tokens(torch_alone: list[dict[str, Any]]) -> None:
