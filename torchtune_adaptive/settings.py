@@ -182,8 +182,7 @@ class AdaptiveSettings:
     @property
     def may_cut(self) -> bool:
         """Whether a step may have other micro-batches than torchtune's keys say, also without out-of-memory errors."""
-        grows_beyond_memory = self.batch_increase_function is not None and self.growth_limit != "memory"
-        return self.cuts_samples or grows_beyond_memory or self.needs_gradient_noise
+        return self.cuts_samples or self.growth_limit != "memory" or self.needs_gradient_noise
 
     @property
     def needs_gradient_noise(self) -> bool:
