@@ -20,65 +20,24 @@ from tests.support.recipe_runs import (
     tiny_config,
     without_saving,
 )
-from tests.support.run_logs import events_in
 from torchtune_adaptive.errors import InputError
-
-GROWING = {"_component_": "torchtune_adaptive.schedule.linear", "increment": 2}
-
-
-def _grow(tiny_dir: Path, output_dir: Path) -> list[dict[str, float]]:
-    growing: dict[str, Any] = SHALLOW | {
-        "epochs": 3,
-        "batch_size": 2,
-        "batch_increase_function": GROWING,
-        "dataset__split": "train[:16]",
-        "lr_scheduler__num_warmup_steps": 5,
-        "tokenizer__max_seq_len": 64,
-    }
-    growing["adaptive"] = QUICK | {"memory_limit": "160MiB", "max_batch_size": 4}
-    steps, _, _ = finished(
-        without_saving(adaptive_recipe("full")), tiny_config("full", tiny_dir, output_dir, **growing)
-    )
-    return steps
 
 
 def _train_on_two_ranks(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     return {
         "full": Trials("full", tiny_dir, output_dir / "full", gradient_accumulation_steps=2).search(STRATEGIES[:1]),
-        "growth": _grow(tiny_dir, output_dir / "growth"),
     }
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     output_dir = tmp_path_factory.mktemp("two_ranks")
-    ranks = run_on_ranks(_train_on_two_ranks, 2, shallow_assets(tiny_dir), output_dir)
-    return [rank | {"decisions": events_in(output_dir / "growth", "sizes")} for rank in ranks]
+    return run_on_ranks(_train_on_two_ranks, 2, shallow_assets(tiny_dir), output_dir)
 
 
 def test_a_search_restores_all_state_and_training_equals_a_run_with_that_size(two_ranks: list[dict[str, Any]]) -> None:
     """Also with gradients that micro-steps accumulate."""
     check_search([rank["full"] for rank in two_ranks], strategies=STRATEGIES[:1])
-
-
-def _timed_search(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    return Trials("lora", tiny_dir, output_dir).search(STRATEGIES[:1], objective="speed")
-
-
-@pytest.mark.exhaustive
-def test_a_search_that_times_steps_of_several_sizes_restores_all_state_too(tiny_dir: Path, tmp_path: Path) -> None:
-    ranks = run_on_ranks(_timed_search, 2, shallow_assets(tiny_dir), tmp_path)
-    check_search(ranks, strategies=STRATEGIES[:1])
-    assert [rank["timed"] for rank in ranks] == [[1, 3, 6]] * 2  # the config's own first
-
-
-def test_growth_sets_sizes_and_steps_per_epoch(two_ranks: list[dict[str, Any]]) -> None:
-    steps, decisions = two_ranks[0]["growth"], two_ranks[0]["decisions"]
-    # 8 samples per rank: 4 steps at 2 rows, 2 at 4, and 2 again because 6 rows are refused
-    assert [step["batch_size"] for step in steps] == [2] * 4 + [4] * 4
-    assert [step["global_batch_size"] for step in steps] == [4] * 4 + [8] * 4
-    assert [(entry["epoch"], entry["batch_size"]) for entry in decisions] == [(0, 2), (1, 4)]
-    assert [step["step"] for step in steps] == list(range(1, 9))
 
 
 # ---- on one rank
@@ -96,17 +55,6 @@ def _train_packed(tiny_dir: Path, output_dir: Path) -> tuple[int, list[float]]:
     cfg = tiny_config("full", tiny_dir, output_dir, **common, adaptive=settings | {"memory_limit": peak_bytes})
     steps, _, recipe = finished(recipe_class, cfg)
     return recipe.trainer.sizes.result.batch_size, [step["peak_memory_bytes"] / peak_bytes for step in steps]
-
-
-def _train_beyond_the_limit(tiny_dir: Path, output_dir: Path) -> tuple[str, list[dict[str, float]]]:
-    """A batch_size without a search, under a limit that it exceeds, and under a limit where not even one row fits."""
-    common: dict[str, Any] = SHALLOW | {"batch_size": 32, "max_steps_per_epoch": 1, "epochs": 1}
-    recipe_class = without_saving(adaptive_recipe("full"))
-    with pytest.raises(InputError) as refusal:
-        set_up(recipe_class, tiny_config("full", tiny_dir, output_dir, **common, adaptive__memory_limit="14MiB"))
-    cfg = tiny_config("full", tiny_dir, output_dir, **common, adaptive__memory_limit="128MiB")
-    steps, _, _ = finished(recipe_class, cfg)
-    return str(refusal.value), steps
 
 
 def _compiler_resets(tiny_dir: Path, output_dir: Path) -> list[int]:
@@ -141,7 +89,6 @@ def _keys_that_torchtune_ignores(tiny_dir: Path, output_dir: Path) -> tuple[floa
 def _train_alone(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     return {
         "packed": _train_packed(tiny_dir, output_dir / "packed"),
-        "beyond the limit": _train_beyond_the_limit(tiny_dir, output_dir / "beyond"),
         "compiler resets": _compiler_resets(tiny_dir, output_dir / "compiled"),
         "ignored keys": _keys_that_torchtune_ignores(tiny_dir, output_dir / "ignored"),
     }
@@ -158,15 +105,6 @@ def test_training_never_needs_more_than_the_probe_did(alone: dict[str, Any]) -> 
     assert batch_size == 2
     assert len(shares) == 2
     assert 0.9 < max(shares) <= 1.0
-
-
-def test_training_without_a_search_beyond_the_limit_takes_smaller_micro_batches(alone: dict[str, Any]) -> None:
-    refusal, steps = alone["beyond the limit"]
-    assert "not even one row fits: its forward or backward pass" in refusal
-    assert "limit 14.0 MiB" in refusal
-    assert [step["batch_size"] for step in steps] == [32]
-    assert 1 <= steps[-1]["micro_batch_size"] < 32
-    assert steps[-1]["oom_retries"] >= 1
 
 
 def test_what_was_compiled_before_training_is_dropped(alone: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """A killed run resumes from its last checkpoint as if it had never stopped; changes of its conditions are logged."""
 
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -54,31 +53,6 @@ PLAIN: dict[str, Any] = SHALLOW | {
     "batch_size": 2,
     "tokenizer__max_seq_len": 64,
     "adaptive__oom_recovery": False,
-}
-# Fields of the state that is saved with a checkpoint. Later versions must read them to resume the run.
-STATE_FILE_FIELDS = {"format", "serial", "of_step", "files", "state", "sha256"}
-STATE_FIELDS = {
-    "run",
-    "backoff",
-    "epochs_run",
-    "epoch_samples",
-    "schedule_steps",
-    "batch_size",
-    "is_global",
-    "reference_samples",
-    "samples_per_step",
-    "global_step",
-    "micro_batch",
-    "micro_batch_limit",
-    "micro_batch_unit",
-    "left_over",
-    "padding",
-    "dataset_samples",
-    "ranks",
-    "memory_limit_bytes",
-    "optimizer",
-    "config",
-    "schedule",
 }
 STOPPED_AFTER = 7  # within the third epoch
 FIGURES = ("step", "batch_size", "global_batch_size", "micro_batch_size", "lr", "loss", "grad_norm", "padding")
@@ -164,18 +138,6 @@ def test_a_signal_to_one_rank_saves_the_step_within_its_epoch(ranks: list[dict[s
     assert not any("changes" in reason for reason in reasons)
 
 
-def test_the_state_of_a_checkpoint_has_the_fields_of_every_version_so_far(
-    ranks: list[dict[str, Any]], died_in: Path
-) -> None:
-    contents = [json.loads((died_in / f"epoch_{epoch}" / "adaptive_state.json").read_text()) for epoch in range(4)]
-    assert [content.keys() for content in contents] == [STATE_FILE_FIELDS] * 4
-    assert [content["serial"] for content in contents] == [1, 2, 4, 5]  # two by the run that died, then a step
-    assert all(content["state"].keys() == STATE_FIELDS for content in contents)
-    assert len({content["state"]["run"]["id"] for content in contents}) == 1
-    assert contents[1]["state"]["global_step"] == ranks[0]["resumed"][0][0][0] - 1
-    assert [content["state"]["epochs_run"] for content in contents] == [1, 2, 3, 4]
-
-
 def _resume_each_other(rank: int, tiny_dir: Path, by_ours: Path, by_stock: Path) -> tuple[list[bool], list[Any]]:
     """Whether both recipes load the same from a checkpoint of each, and how they then go on from the stock recipe's."""
     ours, stock = adaptive_recipe("full"), stock_recipe("full")
@@ -223,23 +185,6 @@ def test_another_number_of_ranks_is_noticed_and_the_rate_goes_with_the_batch(
     assert len(steps) == 4
     assert steps[1]["lr"] == pytest.approx(together / 2**0.5, rel=1e-9)
     assert steps[-1]["lr"] == pytest.approx(0, abs=1e-12)
-
-
-def _with_new_values(rank: int, tiny_dir: Path, output_dir: Path) -> tuple[list[Any], float]:
-    """The rates and the weight decay of a run resumed from an epoch with changes."""
-    recipe = adaptive_recipe("full")
-    options: dict[str, Any] = PLAIN | {"epochs": 2, "max_steps_per_epoch": 1, "lr_scheduler": None}
-    finished(recipe, tiny_config("full", tiny_dir, output_dir, **options))
-    changed = options | {"optimizer__lr": 0.5, "optimizer__weight_decay": 0.25, "max_steps_per_epoch": 2}
-    steps, _, resumed = finished(recipe, resuming_config("full", tiny_dir, output_dir, checkpoint="epoch_0", **changed))
-    return [(step["step"], step["lr"]) for step in steps], resumed._optimizer.param_groups[0]["weight_decay"]
-
-
-def test_a_run_resumed_from_torchtunes_checkpoint_of_an_epoch_has_the_configs_new_values(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    (found,) = run_on_ranks(_with_new_values, 1, shallow_assets(tiny_dir), tmp_path / "run")
-    assert found == ([(2, 0.5), (3, 0.5)], 0.25)
 
 
 def _refusals(rank: int, tiny_dir: Path, output_dir: Path) -> list[str]:
