@@ -148,6 +148,13 @@ def history(directory: Path) -> list[dict[str, Any]]:
     return events_in(directory / "output", "sizes")
 
 
+def test_what_a_step_takes_beside_weights_gradients_and_state_is_metered(tmp_path: Path) -> None:
+    recipe = Recipe(tmp_path)
+    steps = train(recipe, memory_limit_bytes=2**20)
+    of_weights = sum(one.nbytes for one in recipe.model.parameters())
+    assert all(step["peak_memory_bytes"] > 4 * of_weights for step in steps)
+
+
 def test_a_known_leak_is_named_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
