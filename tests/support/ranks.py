@@ -132,7 +132,9 @@ class _Rank:
     def _last_words(self) -> str:
         """What the rank has written to standard error: warnings, an abort's message, the stacks of its threads."""
         words = self._stderr_path.read_text(errors="replace") if self._stderr_path.exists() else ""
-        return words[-_LAST_WORDS:] or "(none)"
+        stacks = words.find("Fatal Python error")  # an abort's message stands above them
+        start = len(words) - _LAST_WORDS if stacks < 0 else stacks - _LAST_WORDS // 4
+        return words[max(start, 0) :][:_LAST_WORDS] or "(none)"
 
     def end(self) -> None:
         self._process.join(timeout=1.0)  # it ends by itself after its result
