@@ -45,7 +45,7 @@ def recipe_parts(
         "resumed": None,
         "run": STATE.run,
         "config": {},
-        "untried": None,
+        "objective_to_try": None,
         "why_unrecoverable": "",
         "before_step": lambda step: None,
         "save": lambda epoch, state: None,

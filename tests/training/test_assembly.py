@@ -275,7 +275,7 @@ def with_own_loss(directory: Path, power: int, *, as_stock: bool) -> Recipe:
         for depends in (as_stock, False)
     )
     step = replace(recipe.parts.step, objective=of_training)
-    recipe.parts = replace(recipe.parts, step=step, untried=of_trial)
+    recipe.parts = replace(recipe.parts, step=step, objective_to_try=of_trial)
     return recipe
 
 

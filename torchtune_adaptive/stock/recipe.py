@@ -184,7 +184,7 @@ class AdaptiveRecipe:
             resumed=resumed,
             run=self._identity(cfg),
             config=flattened(given),
-            untried=None if all(map(_is_known, self.losses())) else self.objective(as_stock=False),
+            objective_to_try=None if all(map(_is_known, self.losses())) else self.objective(as_stock=False),
             why_unrecoverable=why_unrecoverable(cfg),
             before_step=self.before_step,
             save=self._save,

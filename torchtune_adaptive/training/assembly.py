@@ -60,8 +60,8 @@ class RecipeParts:
         resumed: the checkpoint from which the run resumes; None for a new run.
         run: which run it is.
         config: the run's config as the user gave it, by dotted keys.
-        untried: None if the loss of a micro-batch is known to be the sum of those of its rows. Otherwise that is tried
-            before training, with this objective: the one of ``step``, with weights that do not depend on the cut.
+        objective_to_try: None if the loss of a micro-batch is known to be the sum of those of its rows. Otherwise that
+            is tried before training, with this objective: that of ``step``, with weights that do not depend on the cut.
         why_unrecoverable: why training cannot recover from an out-of-memory error; "" if it can.
         before_step: called before each optimizer step with the number of steps done.
         save: called after each epoch with the epoch and the state for a resumed run.
@@ -87,7 +87,7 @@ class RecipeParts:
     resumed: Checkpoint | None
     run: RunIdentity
     config: Mapping[str, Any]
-    untried: Objective | None
+    objective_to_try: Objective | None
     why_unrecoverable: str
     before_step: Callable[[int], None]
     save: SaveEpoch
@@ -226,7 +226,7 @@ def _make_micro_batches(parts: RecipeParts, sizes: Sizes, loader: StepLoader, co
             f"With `optimizer_in_bwd: True` a batch is not cut, and of its {loader.rows_per_micro_step} rows only"
             f" {limit.size} fit now."
         )
-    return MicroBatcher(limit, parts.row_format, consensus, loader.dataset, adds_up=parts.untried is None)
+    return MicroBatcher(limit, parts.row_format, consensus, loader.dataset, adds_up=parts.objective_to_try is None)
 
 
 def _make_recoverable(
@@ -251,7 +251,8 @@ def _make_recoverable(
     )
     if sizes.result is not None and not isinstance(settings.max_tokens_per_micro_batch, int):
         recoverable.backoff.fitted(micro_batches.limit.size)
-    used, parts.step.objective = parts.step.objective, parts.untried or parts.step.objective
+    used = parts.step.objective
+    parts.step.objective = parts.objective_to_try or used
     prepare_recovery(
         recoverable,
         loop,
