@@ -3,6 +3,7 @@
 Train steps sleep on a fake clock.
 """
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +111,18 @@ def test_a_limit_leaves_out_what_needs_more_memory(trained: Trained) -> None:
     assert (found.name, found.left_out) == ("usual", {"hungry": "out of memory"})
     with pytest.raises(NothingFitsError, match=r"^every train step is left out: hungry: out of memory; usual: "):
         trained.find(steps, memory_limit=1000)
+
+
+def test_what_runs_out_of_memory_when_it_is_timed_is_left_out(trained: Trained) -> None:
+    calls = itertools.count()
+
+    def late(batch: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 2:  # after the steps whose losses are compared
+            out_of_memory()
+        return trained.step(batch, seconds=0.5)
+
+    found = trained.find({"usual": trained.lasting(1), "late": late})
+    assert (found.name, found.left_out) == ("usual", {"late": "memory ran out when it was timed"})
 
 
 @pytest.mark.parametrize(

@@ -74,14 +74,11 @@ def _time_steps(loop: Loop, steps: Sequence[Any], *, votes: bool) -> float | Non
 
     settings = KeptSettings(fsdp_states(loop.model))
     wait_for(loop.device)
-    started, outcome = time.perf_counter(), Outcome.DONE
-    if votes or loop.consensus.world_size == 1:
-        outcome = run_or_abort_together(work, loop.consensus)
-    else:
+    started = time.perf_counter()
+    if not votes and loop.consensus.world_size > 1:
         work()
-    taken_s = time.perf_counter() - started
-    if outcome is Outcome.DONE:
-        return taken_s
-    loop.clean_up()
-    settings.restore()
-    return None
+    elif run_or_abort_together(work, loop.consensus) is not Outcome.DONE:
+        loop.clean_up()
+        settings.restore()
+        return None
+    return time.perf_counter() - started

@@ -66,11 +66,7 @@ def steps_of(cfg: DictConfig, *, world_size: int, shows_progress: bool = False) 
             progress = stack.enter_context(Bar(desc="tracing", unit=" steps", disable=not shows_progress))
             yield ConfigSteps(cfg, progress)
             return
-    except KeyboardInterrupt:
-        raise
-    except InputError as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # during the set-up, where any error is refused
-            raise error.__cause__ from None
+    except (InputError, KeyboardInterrupt):
         raise
     except BaseException as error:  # code that the config names may end the process
         failed = error
