@@ -112,7 +112,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
         start = starting_point(loader, growth, sizes, settings=settings, epochs_run=parts.epochs.start, saved=saved)
         loader.set_batch_size(start.batch_size)
         check_fills_step(loader, start.batch_size)
-        micro_batches = _make_micro_batches(parts, sizes, loader, consensus)
+        micro_batches = _make_micro_batches(parts, settings, sizes, loader, consensus)
         utilisation = Utilisation.of(step, micro_batches)
         loop = replace(loop, micro_step=utilisation.counting(loop.micro_step))
         recoverable = _make_recoverable(parts, settings, loop, micro_batches, loader, sizes, start)
@@ -218,7 +218,9 @@ def _find_sizes(
     return sizes
 
 
-def _make_micro_batches(parts: RecipeParts, sizes: Sizes, loader: StepLoader, consensus: Consensus) -> MicroBatcher:
+def _make_micro_batches(
+    parts: RecipeParts, settings: AdaptiveSettings, sizes: Sizes, loader: StepLoader, consensus: Consensus
+) -> MicroBatcher:
     """What cuts the samples of a step into micro-batches that fit."""
     limit = sizes.limit(loader.rows_per_micro_step)
     if not parts.step.policy.accumulates and limit.size < loader.rows_per_micro_step:  # the step would have to be cut
@@ -226,7 +228,14 @@ def _make_micro_batches(parts: RecipeParts, sizes: Sizes, loader: StepLoader, co
             f"With `optimizer_in_bwd: True` a batch is not cut, and of its {loader.rows_per_micro_step} rows only"
             f" {limit.size} fit now."
         )
-    return MicroBatcher(limit, parts.row_format, consensus, loader.dataset, adds_up=parts.objective_to_try is None)
+    return MicroBatcher(
+        limit,
+        parts.row_format,
+        consensus,
+        loader.dataset,
+        adds_up=parts.objective_to_try is None,
+        may_cut=settings.may_cut,
+    )
 
 
 def _make_recoverable(
@@ -259,7 +268,6 @@ def _make_recoverable(
         loader.dataset,
         is_wanted=settings.oom_recovery,
         why_not=parts.why_unrecoverable,
-        must_cut=settings.may_cut,
     )
     parts.step.objective = used
     if not settings.cuts_samples:
@@ -280,7 +288,6 @@ def prepare_recovery(
     *,
     is_wanted: bool,
     why_not: str,
-    must_cut: bool,
 ) -> None:
     """Create the optimizers' state, and prepare recovery while memory is free. A collective.
 
@@ -289,7 +296,6 @@ def prepare_recovery(
     Args:
         is_wanted: whether to recover, if it is possible.
         why_not: why recovery is not possible, if that is known.
-        must_cut: whether training without errors cuts samples into micro-batches too.
 
     Raises:
         CannotCutError: training must cut samples, but the loss of a micro-batch is not the sum of those of its rows.
@@ -300,12 +306,13 @@ def prepare_recovery(
         try:
             if why_not:
                 raise cannot_recover(why_not)
-            recoverable.dry_run(dataset)
-            return
+            recoverable.prepare(dataset)
+        except CannotCutError:
+            raise
         except CannotRecoverError as error:
-            if must_cut and isinstance(error, CannotCutError):
-                raise
             utils.log_rank_zero(log, str(error))
+    if recoverable.recovers:
+        return
     check_optimizers(loop.optimizers, loop.model)
     recoverable.disable()
     allocate_states(loop)

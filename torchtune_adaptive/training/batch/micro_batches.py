@@ -35,6 +35,7 @@ class MicroBatcher:
         largest: the limit before memory runs out. If it is set anew, a reduced limit stays reduced.
         dataset: its first sample, without weight in the loss, serves a rank with fewer rows than micro-steps.
         adds_up: whether the loss of a micro-batch is known to be the sum of those of its rows. Otherwise it is tried.
+        may_cut: whether micro-batches may be others than torchtune's keys say, also without out-of-memory errors.
     """
 
     is_even = True
@@ -45,6 +46,7 @@ class MicroBatcher:
     consensus: Consensus
     dataset: Sequence[Row]
     adds_up: bool = True
+    may_cut: bool = True
 
     def __post_init__(self) -> None:
         self._reduced_size: int | None = None  # set once memory ran out
@@ -124,9 +126,9 @@ class MicroBatcher:
         """From how many samples a trial can choose two."""
         return 0 if self.adds_up else len(_rows_of(samples))
 
-    def is_whole(self, samples: StepSamples) -> bool:
-        """Whether a rank's samples are one micro-batch."""
-        return len(samples.rows) <= 1
+    def is_whole(self, samples: Sequence[Row] | StepSamples) -> bool:
+        """Whether a rank's samples are in torchtune's micro-batches, or in one."""
+        return not self.may_cut or len(_rows_of(samples)) <= 1
 
     def scale_by(self, factor: float) -> bool:
         """Losses are sums."""
