@@ -51,6 +51,17 @@ def test_an_unknown_command_has_status_two(program: Program) -> None:
     assert "argument COMMAND: invalid choice: 'run'" in ended.err
 
 
+def test_a_working_directory_that_was_deleted_is_refused(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch cannot be imported without one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    tmp_path.rmdir()
+    sentence = f"The working directory '{tmp_path}' has been deleted."
+    program.refuses("plan", "--config", "tiny/full", sentence=sentence)
+
+
 def test_a_reader_that_has_read_enough_ends_a_command_without_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -86,6 +86,19 @@ def test_a_recipes_own_group_that_cannot_start_is_refused(
         adaptive_recipe("full_single")(cfg)
 
 
+@pytest.mark.parametrize("rank", ["2", "-1"])
+def test_a_rank_that_the_others_do_not_know_is_refused_and_waits_for_nobody(
+    rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(InputError, match=rf"'RANK': '{rank}', 'WORLD_SIZE': '2'.*: `RANK` must be from 0 to below"),
+        connecting(),
+    ):
+        pytest.fail("connected")
+
+
 def test_what_is_no_error_of_a_connection_passes() -> None:
     with pytest.raises(ZeroDivisionError), connecting():
         raise ZeroDivisionError

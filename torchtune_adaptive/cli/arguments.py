@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from torchtune_adaptive.errors import InputError, require_integer
+from torchtune_adaptive.errors import InputError, quote, require_integer
 from torchtune_adaptive.output import escape_unknown_characters, filter_messages
 
 PROGRAM = "tune-adaptive"
@@ -29,12 +29,20 @@ def program(arguments: Sequence[str]) -> Iterator[None]:
     filter_messages()
     escape_unknown_characters()
     try:
+        _require_working_directory()
         yield
         print(end="", flush=True)
     except InputError as error:
         sys.exit(f"{' '.join([PROGRAM, *arguments[:1]])}: {error}")
     except BrokenPipeError:  # the reader of the output has stopped early, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
+
+
+def _require_working_directory() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:  # torch cannot be imported without one
+        raise InputError(f"The working directory {quote(os.environ.get('PWD', '.'))} has been deleted.") from error
 
 
 def integers(name: str, text: str) -> list[int]:

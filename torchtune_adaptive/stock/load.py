@@ -74,6 +74,8 @@ def connecting() -> Iterator[None]:
         InputError: the ranks cannot connect; the message has the error, and the addresses in the environment.
     """
     try:
+        if not 0 <= int(os.environ.get("RANK", 0)) < int(os.environ.get("WORLD_SIZE", 1)):  # torch would wait
+            raise ValueError("`RANK` must be from 0 to below `WORLD_SIZE`")
         yield
     except (RuntimeError, ValueError) as error:
         given = quote({name: os.environ[name] for name in _ADDRESSES if name in os.environ})
