@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.plans import GIB, MIB
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.gpu import CONTEXTS_MIB, KNOWN_GPUS, Card, memory_of
+from torchtune_adaptive.plan.gpu import KNOWN_GPUS, Card, memory_of
 
 GB = 10**9
 
@@ -20,7 +20,7 @@ def test_nccl_counts_only_where_the_run_makes_a_group() -> None:
         (one.least_outside_bytes, one.most_outside_bytes)
         for one in (card.overhead(1, has_group=False), card.overhead(1), card.overhead(2), card.overhead(64))
     )
-    assert alone == tuple(MIB * mib for mib in CONTEXTS_MIB["H100 80GB"])
+    assert alone == tuple(MIB * mib for mib in KNOWN_GPUS["H100 80GB"].context_mib or ())
     assert in_group[0] - alone[0] == 512 * MIB  # what NCCL takes for one rank
     assert two == many
     assert two[1] > in_group[1]
@@ -75,7 +75,7 @@ def test_the_allocators_settings_are_those_of_the_environment(
 
 @pytest.mark.parametrize("name", KNOWN_GPUS)
 def test_every_known_name_is_found_in_any_case_and_with_any_separator(name: str) -> None:
-    expected = KNOWN_GPUS[name]
+    expected = KNOWN_GPUS[name].memory_bytes
     spellings = [name, name.lower(), name.replace(" ", ""), name.replace(" ", "-"), f" NVIDIA_{name.upper()} "]
     assert [memory_of(spelling) for spelling in spellings] == [expected] * len(spellings)
 
@@ -94,7 +94,7 @@ def test_every_known_name_is_found_in_any_case_and_with_any_separator(name: str)
     ],
 )
 def test_the_name_that_torch_gives_a_gpu_is_known(torchs_name: str, name: str) -> None:
-    assert memory_of(torchs_name) == KNOWN_GPUS[name]
+    assert memory_of(torchs_name) == KNOWN_GPUS[name].memory_bytes
 
 
 @pytest.mark.parametrize("name", KNOWN_GPUS)
@@ -104,7 +104,7 @@ def test_no_gpu_has_more_than_its_name_says_in_binary_units(name: str) -> None:
     sold_gb |= {"MI300X": 192, "MI355X": 288}
     named = re.search(r"([0-9]+)GB$", name)
     sold = int(named[1]) if named else sold_gb[name]
-    assert 0.95 * sold * GB < KNOWN_GPUS[name] < sold * GIB
+    assert 0.95 * sold * GB < KNOWN_GPUS[name].memory_bytes < sold * GIB
 
 
 def test_a_size_is_taken_as_it_is() -> None:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.text import parse_memory
@@ -30,41 +31,84 @@ _DRIVER_BYTES = 896 * _MIB
 _SMALLEST_BARE_BYTES = _MIB
 # Parts of a name that may be left out: vendor, brand, form factor and kind of memory.
 _OPTIONAL_PARTS = re.compile(r"nvidia|amd|instinct|geforce|tesla|rtx|generation|sxm[0-9]?|pcie|hbm[0-9]?e?|[^a-z0-9]")
+# Threads that a multiprocessor runs at once, by CUDA's programming guide.
+_TURING, _GAMING, _LARGE = 1024, 1536, 2048
+# cuBLAS takes a workspace for each thread that multiplies matrices: 8.125 MiB, but 32 MiB on Hopper and Blackwell
+# (CublasHandlePool.cpp).
+_WORKSPACE_BYTES, _LARGE_WORKSPACE_BYTES = 8519680, 32 * _MIB
+_ANY_THREADS = 132 * _LARGE  # also of AMD's GPUs, where it was not looked up
 
 
-# Bytes that CUDA or HIP lets a process use, with the address of each figure.
-KNOWN_GPUS: Mapping[str, int] = MappingProxyType(
+class Gpu(NamedTuple):
+    """What is known of a kind of GPU.
+
+    Attributes:
+        memory_bytes: what CUDA or HIP lets a process use.
+        context_mib: CUDA's context with the kernels in it, the least and the most by torch's own out-of-memory texts of
+            processes without NCCL: in use, less allocated, less reserved. None: unknown, as on AMD's.
+        threads: that it runs at once: its multiprocessors, by its data sheet, times the threads of one.
+        workspace_bytes: of cuBLAS, for each thread.
+    """
+
+    memory_bytes: int
+    context_mib: tuple[int, int] | None
+    threads: int
+    workspace_bytes: int = _WORKSPACE_BYTES
+
+
+# Each with the address of its memory. Beside the context stands how many texts were read, and one of them where it can
+# be cited.
+KNOWN_GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
-        "T4": int(14.56 * _GIB),  # github.com/Zheng-Chong/CatVTON/issues/133
-        "V100 16GB": 16384 * _MIB - _DRIVER_BYTES,  # github.com/huggingface/text-generation-inference/issues/424
-        "V100 32GB": 32501 * _MIB,  # github.com/ollama/ollama/issues/16533
-        "A10": int(21.99 * _GIB),  # github.com/zai-org/CogVLM/issues/236
-        # The source prints 22.0 GiB; this is the smallest size that rounds to it.
-        "A10G": int(21.95 * _GIB),  # github.com/batteries-included/batteries-included/pull/1663
-        "A30": int(23.53 * _GIB),  # github.com/google/RB-Modulation/issues/5
-        "A40": int(44.35 * _GIB),  # github.com/ollama/ollama/issues/9858, which prints 44.4 GiB
-        "A100 40GB": 42298834944,  # github.com/bottlerocket-os/bottlerocket/pull/3873
-        "A100 80GB": int(79.14 * _GIB),  # github.com/lianqi1008/Control-GIC/issues/6
-        "RTX 3090": 24123 * _MIB,  # github.com/ggml-org/llama.cpp/issues/24608
-        "RTX 4090": int(23.52 * _GIB),  # github.com/vllm-project/vllm/issues/42049
-        "RTX 5090": 32106 * _MIB,  # github.com/ggml-org/llama.cpp/issues/17536
-        # With ECC; without it 50865307648 bytes (github.com/unslothai/unsloth-zoo/pull/1053).
-        "RTX 6000 Ada": int(44.43 * _GIB),  # github.com/DINGYANB/MTVCrafter/issues/21
-        "L4": 23034 * _MIB - _DRIVER_BYTES,  # thundergolfer.com/blog/nvidia-gpu-memory-capacity
-        "L40": int(44.40 * _GIB),  # github.com/QwenLM/Qwen3-VL/issues/2097
-        "L40S": int(44.42 * _GIB),  # github.com/stepfun-ai/Step-Video-T2V/issues/8
-        "H100 80GB": int(79.11 * _GIB),  # github.com/vllm-project/vllm/issues/27508
-        "H100 NVL": 99961274368 - _DRIVER_BYTES,  # github.com/fastfetch-cli/fastfetch/issues/1658
-        "H200": 143771 * _MIB - _DRIVER_BYTES,  # thundergolfer.com/blog/nvidia-gpu-memory-capacity
-        # Printed as "GB", but it is GiB: `nvidia-smi` reports 183359 MiB (NVIDIA/TensorRT-LLM/issues/10278).
-        "B200": int(178.35 * _GIB),  # github.com/pytorch/ao/pull/4002
-        "MI300X": 201310208 * 2**10 - _DRIVER_BYTES,  # github.com/ROCm/vllm/issues/397
-        # The source says 288 GiB; this is the smallest size that a share of 0.95 rounds to what it says.
-        "MI355X": int(287.95 * _GIB),  # github.com/SemiAnalysisAI/InferenceX/pull/2522
+        # github.com/Zheng-Chong/CatVTON/issues/133
+        # context: 14, github.com/FoundationVision/GenerateU/issues/10
+        "T4": Gpu(int(14.56 * _GIB), (96, 207), 40 * _TURING),
+        # github.com/huggingface/text-generation-inference/issues/424
+        "V100 16GB": Gpu(16384 * _MIB - _DRIVER_BYTES, (369, 399), 80 * _LARGE),  # context: 9 of both kinds
+        "V100 32GB": Gpu(32501 * _MIB, (369, 399), 80 * _LARGE),  # github.com/ollama/ollama/issues/16533
+        # github.com/zai-org/CogVLM/issues/236; context: 4 of A10 and A10G, the same issue
+        "A10": Gpu(int(21.99 * _GIB), (224, 432), 72 * _GAMING),
+        # github.com/batteries-included/batteries-included/pull/1663 prints 22.0 GiB; the smallest that rounds to it
+        "A10G": Gpu(int(21.95 * _GIB), (224, 432), 80 * _GAMING),
+        # github.com/google/RB-Modulation/issues/5; context: as other cards of its architecture
+        "A30": Gpu(int(23.53 * _GIB), (224, 543), 56 * _LARGE),
+        # github.com/ollama/ollama/issues/9858 prints 44.4 GiB; context: 3, of the RTX A6000, which has the same chip
+        "A40": Gpu(int(44.35 * _GIB), (294, 358), 84 * _GAMING),
+        # github.com/bottlerocket-os/bottlerocket/pull/3873
+        # context: 10 of both kinds, github.com/TianheWu/CoSeR/issues/10
+        "A100 40GB": Gpu(42298834944, (409, 543), 108 * _LARGE),
+        "A100 80GB": Gpu(int(79.14 * _GIB), (409, 543), 108 * _LARGE),  # github.com/lianqi1008/Control-GIC/issues/6
+        "RTX 3090": Gpu(24123 * _MIB, (260, 420), 82 * _GAMING),  # github.com/ggml-org/llama.cpp/issues/24608; 5
+        # github.com/vllm-project/vllm/issues/42049; context: 7, github.com/3DTopia/Phidias-Diffusion/issues/8
+        "RTX 4090": Gpu(int(23.52 * _GIB), (379, 579), 128 * _GAMING),
+        # github.com/ggml-org/llama.cpp/issues/17536; context: 11, github.com/Wan-Video/Wan2.1/issues/465
+        "RTX 5090": Gpu(32106 * _MIB, (499, 672), 170 * _GAMING, _LARGE_WORKSPACE_BYTES),
+        # github.com/DINGYANB/MTVCrafter/issues/21, with ECC; without it 50865307648 bytes
+        # (github.com/unslothai/unsloth-zoo/pull/1053). Context: as the L40S, and the first issue
+        "RTX 6000 Ada": Gpu(int(44.43 * _GIB), (426, 514), 142 * _GAMING),
+        # thundergolfer.com/blog/nvidia-gpu-memory-capacity; context: 2, github.com/ArcInstitute/evo2/issues/190
+        "L4": Gpu(23034 * _MIB - _DRIVER_BYTES, (236, 251), 58 * _GAMING),
+        "L40": Gpu(int(44.40 * _GIB), (507, 514), 142 * _GAMING),  # github.com/QwenLM/Qwen3-VL/issues/2097, both
+        # github.com/stepfun-ai/Step-Video-T2V/issues/8
+        # context: github.com/huggingface/sentence-transformers/issues/3214
+        "L40S": Gpu(int(44.42 * _GIB), (507, 514), 142 * _GAMING),
+        # github.com/vllm-project/vllm/issues/27508; context: 5
+        "H100 80GB": Gpu(int(79.11 * _GIB), (599, 749), 132 * _LARGE, _LARGE_WORKSPACE_BYTES),
+        # github.com/fastfetch-cli/fastfetch/issues/1658; context: as the H100 80GB
+        "H100 NVL": Gpu(99961274368 - _DRIVER_BYTES, (599, 749), 132 * _LARGE, _LARGE_WORKSPACE_BYTES),
+        # thundergolfer.com/blog/nvidia-gpu-memory-capacity; context: 4, and benchmarks/results/gpu_nvidia_h200.md
+        "H200": Gpu(143771 * _MIB - _DRIVER_BYTES, (522, 767), 132 * _LARGE, _LARGE_WORKSPACE_BYTES),
+        # github.com/pytorch/ao/pull/4002 prints "GB", but it is GiB: `nvidia-smi` reports 183359 MiB
+        # (NVIDIA/TensorRT-LLM/issues/10278). Context: 2 that ran no matrix product; the most is that of an H200
+        "B200": Gpu(int(178.35 * _GIB), (612, 767), 148 * _LARGE, _LARGE_WORKSPACE_BYTES),
+        "MI300X": Gpu(201310208 * 2**10 - _DRIVER_BYTES, None, _ANY_THREADS),  # github.com/ROCm/vllm/issues/397
+        # github.com/SemiAnalysisAI/InferenceX/pull/2522 says 288 GiB; the smallest of which a share of 0.95 rounds to
+        # what it says
+        "MI355X": Gpu(int(287.95 * _GIB), None, _ANY_THREADS),
     }
 )
-_OF_AMD = ("MI300X", "MI355X")
-_OF_HOPPER_OR_BLACKWELL = ("RTX 5090", "H100 80GB", "H100 NVL", "H200", "B200")
+# One that is given by its size, with the least and the most context of all.
+_ANY_GPU = Gpu(0, (96, 767), _ANY_THREADS, _LARGE_WORKSPACE_BYTES)
 _AMBIGUOUS = {"v100": ("V100 16GB", "V100 32GB"), "a100": ("A100 40GB", "A100 80GB")}
 
 
@@ -89,7 +133,7 @@ def memory_of(text: str) -> int:
     """
     key = _key(text)
     if key in _NAMES:
-        return KNOWN_GPUS[_NAMES[key]]
+        return KNOWN_GPUS[_NAMES[key]].memory_bytes
     if key in _AMBIGUOUS:
         raise InputError(
             f"`memory` must name its memory, as in {' or '.join(_AMBIGUOUS[key])}, but is {quote(text)} instead."
@@ -109,31 +153,6 @@ def memory_of(text: str) -> int:
 
 # ---- what a process has on a GPU beside its tensors
 
-# CUDA's context with the kernels in it, in MiB: the least and the most by torch's own out-of-memory texts of processes
-# without NCCL (in use, less allocated, less reserved), how many were read, and one of them where it can be cited.
-CONTEXTS_MIB = {
-    "T4": (96, 207),  # 14: github.com/FoundationVision/GenerateU/issues/10
-    "V100 16GB": (369, 399),  # 9 of both kinds
-    "V100 32GB": (369, 399),
-    "A10": (224, 432),  # 4 of both kinds: github.com/zai-org/CogVLM/issues/236
-    "A10G": (224, 432),
-    "A30": (224, 543),  # as other cards of its architecture
-    "A40": (294, 358),  # 3, of the RTX A6000, which has the same chip
-    "A100 40GB": (409, 543),  # 10 of both kinds: github.com/TianheWu/CoSeR/issues/10
-    "A100 80GB": (409, 543),
-    "RTX 3090": (260, 420),  # 5
-    "RTX 4090": (379, 579),  # 7: github.com/3DTopia/Phidias-Diffusion/issues/8
-    "RTX 5090": (499, 672),  # 11: github.com/Wan-Video/Wan2.1/issues/465
-    "RTX 6000 Ada": (426, 514),  # as the L40S; github.com/DINGYANB/MTVCrafter/issues/21
-    "L4": (236, 251),  # 2: github.com/ArcInstitute/evo2/issues/190
-    "L40": (507, 514),  # github.com/QwenLM/Qwen3-VL/issues/2097
-    "L40S": (507, 514),  # github.com/huggingface/sentence-transformers/issues/3214
-    "H100 80GB": (599, 749),  # 5
-    "H100 NVL": (599, 749),
-    "H200": (522, 767),  # 4, and benchmarks/results/gpu_nvidia_h200.md
-    "B200": (612, 767),  # 2 that ran no matrix product; the most is that of an H200
-}
-_ANY_CONTEXT_MIB = (96, 767)  # of a card that is given by its size
 # NCCL's memory in a process, the least and the most seen. Of a group of one rank: 512 MiB (NCCL 2.28 on B300:
 # github.com/NVIDIA/nccl/issues/2363), 560 MiB (H200, benchmarks/results/gpu_nvidia_h200.md). Of more ranks: 544 to
 # 688 MiB on four A100 (github.com/NVIDIA/nccl/issues/964); about 1.6 GB, which seems to be the whole process
@@ -143,35 +162,7 @@ _NCCL = (544 * _MIB, 1024 * _MIB)
 # Memory outside the allocator on AMD GPUs, mostly RCCL: processes of 13.6 to 14.0 GB, less 5.65 GiB reserved, on 8
 # MI355X ("OTel" in benchmarks/published_gpu.json). Of a single one nothing is known.
 _ON_AMD = (7168 * _MIB, 7680 * _MIB)
-# cuBLAS takes a workspace for each thread that multiplies matrices: forward and backward. It has 8.125 MiB, but 32 MiB
-# on Hopper and Blackwell (CublasHandlePool.cpp).
-_WORKSPACE_BYTES, _LARGE_WORKSPACE_BYTES = 8519680, 32 * _MIB
-_NUM_WORKSPACES = 2
-# Threads that a card runs at once: its multiprocessors, by its data sheet, times the threads of one (CUDA's programming
-# guide, by compute capability).
-_THREADS = {
-    "T4": 40 * 1024,
-    "V100 16GB": 80 * 2048,
-    "V100 32GB": 80 * 2048,
-    "A10": 72 * 1536,
-    "A10G": 80 * 1536,
-    "A30": 56 * 2048,
-    "A40": 84 * 1536,
-    "A100 40GB": 108 * 2048,
-    "A100 80GB": 108 * 2048,
-    "RTX 3090": 82 * 1536,
-    "RTX 4090": 128 * 1536,
-    "RTX 5090": 170 * 1536,
-    "RTX 6000 Ada": 142 * 1536,
-    "L4": 58 * 1536,
-    "L40": 142 * 1536,
-    "L40S": 142 * 1536,
-    "H100 80GB": 132 * 2048,
-    "H100 NVL": 132 * 2048,
-    "H200": 132 * 2048,
-    "B200": 148 * 2048,
-}
-_ANY_THREADS = 132 * 2048  # of a card that is given by its size, and of AMD's, where it was not looked up
+_NUM_WORKSPACES = 2  # the threads of forward and backward passes multiply matrices
 # How far reserved bytes may be off, as a fraction of them; see benchmarks/results/plan_accuracy_simulated.md.
 _UNCERTAINTY = 0.01
 # Settings of torch's allocator that its model lacks.
@@ -238,14 +229,13 @@ class Card:
         Args:
             has_group: a single rank has a process group, too, as torchtune's recipes have.
         """
-        name = _NAMES.get(_key(self.name), "")
-        if name in _OF_AMD:
+        name = _NAMES.get(_key(self.name))
+        gpu = _ANY_GPU if name is None else KNOWN_GPUS[name]
+        if gpu.context_mib is None:
             least, most = _ON_AMD
         else:
             nccl = _NCCL if world_size > 1 else _ONE_RANK_NCCL if has_group else (0, 0)
-            contexts = CONTEXTS_MIB.get(name, _ANY_CONTEXT_MIB)
-            least, most = (_MIB * context + added for context, added in zip(contexts, nccl, strict=True))
-        has_large_workspaces = not name or name in _OF_HOPPER_OR_BLACKWELL
+            least, most = (_MIB * context + added for context, added in zip(gpu.context_mib, nccl, strict=True))
         settings = _allocator_settings()
         lacking = ", ".join(
             f"{key}:{value}" for key, value in settings.items() if key in _NOT_MODELLED and value != "native"
@@ -253,8 +243,8 @@ class Card:
         return Overhead(
             least_outside_bytes=least,
             most_outside_bytes=most,
-            workspaces=(_LARGE_WORKSPACE_BYTES if has_large_workspaces else _WORKSPACE_BYTES,) * _NUM_WORKSPACES,
-            threads=_THREADS.get(name, _ANY_THREADS),
+            workspaces=(gpu.workspace_bytes,) * _NUM_WORKSPACES,
+            threads=gpu.threads,
             expandable=settings.get("expandable_segments", "").lower() == "true",
             uncertainty=_UNCERTAINTY,
             caches=True,
