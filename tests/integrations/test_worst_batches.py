@@ -205,6 +205,32 @@ def test_reading_ends_after_a_while_and_has_seen_rows_from_anywhere(
     assert texts(caplog) == ["The search has read 1 of 40 samples, for 0 s."]
 
 
+class ShownBar:
+    """Stands for a progress bar."""
+
+    n = 0
+
+    def __init__(self, *, total: int, **_: Any) -> None:
+        self.total, self.shown = total, list[int]()
+
+    def __enter__(self) -> "ShownBar":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def update(self, more: int) -> None:
+        self.n += more
+        self.shown.append(self.n)
+
+
+def test_reading_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[ShownBar] = []
+    monkeypatch.setattr(module, "Bar", lambda **options: bars.append(ShownBar(**options)) or bars[-1])
+    monkeypatch.setattr(module, "_TELLING_S", 0.0)
+    found([row(3)] * 4)
+    assert [(bar.total, bar.shown[:4]) for bar in bars] == [(4, [1, 2, 3, 4])]
+
+
 # ---- no trace
 
 

@@ -257,7 +257,8 @@ class AdaptiveTrainerMixin(_Trainer):
         model = model.module if isinstance(model, DistributedDataParallel) else model  # whose reducer cannot be reset
         self._batches.size = max(self._batches.size, self._batches.num_to_try(batches))
         loader = self.callback_handler.train_dataloader
-        worst, most = worst_batches(loader, batches, self._batches)
+        is_first = self.is_world_process_zero()
+        worst, most = worst_batches(loader, batches, self._batches, shows_progress=is_first)
         own = [len(worst), most, self._batches.largest_batch(batches)]
         of_ranks = self.accelerator.gather(torch.tensor([own], device=self.args.device))
         num_batches, most, largest_batch = of_ranks.amax(dim=0).tolist()  # every rank runs and chooses the same

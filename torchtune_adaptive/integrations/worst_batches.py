@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.recovery.columns import named_values
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.integrations.batches import IGNORED, TrainerBatch, TrainerBatches
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 # How long the other process reads, in a random order. Of slow samples, 6 ms each, it sees 10 000: once in 150 times
 # none of the heaviest 0.05 % is among them. Recovery is there for those that are heavier than all it has seen.
 _READING_S = 60.0
+_TELLING_S = 1.0  # between two words of the other process on how far it is
 
 _ONLY_FIRST_STEP = "The search uses the heaviest rows of the first step, because %s."
 
@@ -84,7 +86,9 @@ class WorstBatches:
         return self._batch._replace(inputs=inputs)
 
 
-def worst_batches(loader: Any, batches: Sequence[TrainerBatch], cutter: TrainerBatches) -> tuple[WorstBatches, int]:
+def worst_batches(
+    loader: Any, batches: Sequence[TrainerBatch], cutter: TrainerBatches, *, shows_progress: bool = False
+) -> tuple[WorstBatches, int]:
     """The worst batches, and how many samples a micro-batch can have at most.
 
     Args:
@@ -96,7 +100,7 @@ def worst_batches(loader: Any, batches: Sequence[TrainerBatch], cutter: TrainerB
     most = cutter.largest_batch(batches)
     samples: list[Sample] = []
     if _is_indexed(data) and collate is not None:
-        samples = _seen_elsewhere(_Scan(data, collate, cutter), len(data))
+        samples = _seen_elsewhere(_Scan(data, collate, cutter), len(data), shows_progress)
         most = max(most, len(data))
     else:
         log.info(_ONLY_FIRST_STEP, "the data cannot be indexed")
@@ -108,16 +112,22 @@ def _is_indexed(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset)
 
 
-def _seen_elsewhere(scan: "_Scan", num_samples: int) -> list[Sample]:
+def _seen_elsewhere(scan: "_Scan", num_samples: int, shows_progress: bool) -> list[Sample]:
     """The heaviest samples that another process sees; none if it fails. The log says what it has not seen."""
     every_rank_alike = torch.Generator().manual_seed(0)
     options: dict[str, Any] = {"generator": every_rank_alike, "multiprocessing_context": "fork", "num_workers": 1}
-    options |= {"dataset": [scan], "batch_size": None, "collate_fn": _Scan.seen}
+    options |= {"dataset": scan, "batch_size": None}
     options |= {"timeout": 2 * _READING_S}  # then it hangs
+    bar = Bar(desc="reading samples", total=num_samples, leave=False, delay=1, disable=not shows_progress)
+    report = b""
     try:
-        with _without_threads_of_tokenizers(), warnings.catch_warnings():
+        with bar, _without_threads_of_tokenizers(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)  # of any fork
-            (report,) = DataLoader(**options)
+            for told in DataLoader(**options):
+                if isinstance(told, int):
+                    bar.update(told - bar.n)
+                else:
+                    report = told
     except Exception as error:  # training may have no such error
         error.__traceback__ = None  # whose frames would keep the other process alive
         reason = str(error).strip().split("\n")[-1]  # the text may have the traceback of the other process
@@ -145,8 +155,8 @@ def _without_threads_of_tokenizers() -> Iterator[None]:
             os.environ[name] = before
 
 
-class _Scan:
-    """Looks at samples, in a process of its own."""
+class _Scan(IterableDataset[Any]):
+    """Looks at samples, in a process of its own. Yields how many it has read, now and then, and at last a ``_Seen``."""
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Mapping[str, Any]], cutter: TrainerBatches) -> None:
         self._data, self._collate, self._cutter = data, collate, cutter
@@ -154,23 +164,26 @@ class _Scan:
         self._heaviest: dict[Any, tuple[int, Any, Sample]] = {}  # by size: number in the data, as read, as collated
         self._smallest: tuple[int, int, Any] | None = None  # elements, number in the data, as read
 
-    def seen(self) -> bytes:
-        """A pickled ``_Seen``. An error if no sample can be read and collated."""
+    def __iter__(self) -> Iterator[int | bytes]:
+        """Pickles the last one. An error if no sample can be read and collated."""
         _detach_files()
         num_read, num_failed, first_error = 0, 0, None
-        started = time.monotonic()
+        started = told = time.monotonic()
         for number in torch.randperm(len(self._data)).tolist():
             num_read += 1
             try:
                 self._look_at(number)
             except Exception as error:  # of the user's code: training may never have this sample alone
                 num_failed, first_error = num_failed + 1, first_error or error
-            if time.monotonic() - started >= _READING_S:
+            if (now := time.monotonic()) - started >= _READING_S:
                 break
+            if now - told >= _TELLING_S:
+                told = now
+                yield num_read
         if first_error and not self._heaviest:
             raise first_error
         first_failure = reason_of(first_error) if first_error else ""
-        return pickle.dumps(_Seen(self._heaviest_samples(), num_read, num_failed, first_failure))
+        yield pickle.dumps(_Seen(self._heaviest_samples(), num_read, num_failed, first_failure))
 
     def _look_at(self, number: int) -> None:
         read = self._data[number]
