@@ -16,10 +16,10 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.any_loop import plan_of_loop
 from torchtune_adaptive.plan.decide import Plan
 from torchtune_adaptive.plan.gpu import Card
+from torchtune_adaptive.plan.hugging_face.changes import ways_to_fit
 from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
 from torchtune_adaptive.plan.hugging_face.tracing import RunTracer
 from torchtune_adaptive.plan.hugging_face.trl_stand_ins import tokens_of_a_tile
-from torchtune_adaptive.plan.hugging_face.ways import ways_to_fit
 from torchtune_adaptive.plan.trace.events import Events
 from torchtune_adaptive.plan.trace.loading import load
 

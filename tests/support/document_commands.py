@@ -18,7 +18,7 @@ from torchtune_adaptive.cli.commands import _parser
 from torchtune_adaptive.cli.plan_hugging_face import names_model, parser_of_models
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.gpu import memory_of
-from torchtune_adaptive.plan.hugging_face.keys import read_keys
+from torchtune_adaptive.plan.hugging_face.run_keys import read_keys
 from torchtune_adaptive.ppo.checks import check_turns
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.checks import check_config

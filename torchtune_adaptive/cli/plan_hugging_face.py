@@ -10,7 +10,7 @@ from torchtune_adaptive.cli.arguments import PROGRAM, integer, integers, missing
 from torchtune_adaptive.errors import require_integer, require_one_of
 from torchtune_adaptive.output import quietly
 from torchtune_adaptive.plan.gpu import Card
-from torchtune_adaptive.plan.hugging_face.keys import TRAINERS, Arguments, RunKeys, read_keys
+from torchtune_adaptive.plan.hugging_face.run_keys import TRAINERS, Arguments, RunKeys, read_keys
 
 _EPILOG = f"""keys are those of the trainer's arguments, such as SFTConfig, and of TRL's ModelConfig.
 A dot names a key of a mapping, as in fsdp_config.cpu_offload=True.
@@ -52,9 +52,9 @@ def plan_model(arguments: Sequence[str]) -> None:
     RunKeys.of(keys, Arguments.of(given.trainer))  # refuses keys before torch is imported
 
     from torchtune_adaptive.plan.any_loop import LoopPlan, plan_of_loop  # torch takes seconds to import
+    from torchtune_adaptive.plan.hugging_face.changes import ways_to_fit
     from torchtune_adaptive.plan.hugging_face.run import UNCERTAINTY, HuggingFaceRun
     from torchtune_adaptive.plan.hugging_face.tracing import RunTracer
-    from torchtune_adaptive.plan.hugging_face.ways import ways_to_fit
     from torchtune_adaptive.plan.show.as_json import plan_json
     from torchtune_adaptive.plan.show.text import plan_text
 

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive.engine.memory.operations import OperationMode
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.hugging_face.keys import ModelKeys
 from torchtune_adaptive.plan.hugging_face.model import LanguageModel
 from torchtune_adaptive.plan.hugging_face.quantized import unpacked
+from torchtune_adaptive.plan.hugging_face.run_keys import ModelKeys
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from torchtune_adaptive.plan.hugging_face.keys import imported
+from torchtune_adaptive.plan.hugging_face.run_keys import imported
 from torchtune_adaptive.plan.hugging_face.trl_stand_ins import NoKernel
 
 _IGNORED = -100  # the label of a token that is not learnt

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchtune_adaptive.errors import InputError, quote, reason_of
-from torchtune_adaptive.plan.hugging_face.keys import ModelKeys, imported
 from torchtune_adaptive.plan.hugging_face.quantized import QuantizedWeights
+from torchtune_adaptive.plan.hugging_face.run_keys import ModelKeys, imported
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.weight)?$")  # names of tables of positions in transformers
 _FLASH = "packed_rows"  # what transformers knows flash attention by in a trace

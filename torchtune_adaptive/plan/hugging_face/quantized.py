@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtune_adaptive.plan.hugging_face.keys import ModelKeys, imported
+from torchtune_adaptive.plan.hugging_face.run_keys import ModelKeys, imported
 from torchtune_adaptive.plan.trace.events import Events
 from torchtune_adaptive.plan.trace.loading import load
 

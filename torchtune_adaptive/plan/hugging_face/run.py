@@ -6,8 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from torchtune_adaptive.errors import InputError, reason_of, require_integer
-from torchtune_adaptive.plan.hugging_face.keys import Arguments, RunKeys, TrainerClasses, imported
 from torchtune_adaptive.plan.hugging_face.model import LanguageModel
+from torchtune_adaptive.plan.hugging_face.run_keys import Arguments, RunKeys, TrainerClasses, imported
 
 # Of reserved bytes. 0.7 % was the worst in benchmarks/results/trainer_accuracy_simulated.md; no real GPU was measured.
 UNCERTAINTY = 0.03

@@ -20,11 +20,11 @@ from torch import nn
 
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.output import quietly
-from torchtune_adaptive.plan.hugging_face.keys import NOT_OF_A_STEP, imported
 from torchtune_adaptive.plan.hugging_face.liger import liger_as_on_cuda
 from torchtune_adaptive.plan.hugging_face.quantized import unpacked
 from torchtune_adaptive.plan.hugging_face.replicas import not_replicated
 from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
+from torchtune_adaptive.plan.hugging_face.run_keys import NOT_OF_A_STEP, imported
 from torchtune_adaptive.plan.hugging_face.trl_stand_ins import trl_as_on_cuda
 from torchtune_adaptive.plan.trace.fake_tensors import make_fake
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer

@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.plan.hugging_face import keys
-from torchtune_adaptive.plan.hugging_face.keys import Arguments, ModelKeys, RunKeys, TrainerClasses, imported, read_keys
+from torchtune_adaptive.plan.hugging_face import run_keys
+from torchtune_adaptive.plan.hugging_face.run_keys import (
+    Arguments,
+    ModelKeys,
+    RunKeys,
+    TrainerClasses,
+    imported,
+    read_keys,
+)
 
 ARGUMENTS = Arguments(
     "MyArguments",
@@ -74,7 +81,7 @@ def test_the_source_has_the_fields_of_the_class() -> None:
 
 def test_a_class_that_is_defined_elsewhere_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Arguments.of("transformers")
-    monkeypatch.setattr(keys, "_SOURCES", {"transformers": ("elsewhere.py",)})
+    monkeypatch.setattr(run_keys, "_SOURCES", {"transformers": ("elsewhere.py",)})
     assert Arguments.of("transformers") == expected
 
 
