@@ -1,5 +1,6 @@
 """What a train step is: the contract that recipes, trainers and users' loops meet, and that search and plan take."""
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -131,7 +132,10 @@ def sum_of_results(one: Any, other: Any) -> Any:
     if one is None or other is None:
         return other if one is None else one
     if isinstance(one, dict):
-        return one | {name: sum_of_results(one.get(name), value) for name, value in other.items()}
+        total = copy.copy(one)  # of the same type, such as `collections.Counter`
+        for name, value in other.items():
+            total[name] = sum_of_results(one.get(name), value)
+        return total
     if isinstance(one, tuple):
         if len(one) != len(other):
             raise InputError(f"`micro_step` has returned tuples of {len(one)} and of {len(other)} values.")

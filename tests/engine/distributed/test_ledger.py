@@ -258,12 +258,15 @@ class Scenarios:
         assert same_bits([*trainee.state(), seen, constant], before[0])
         assert generators() == before[1]
         assert all(parameter.grad is None for parameter in model.parameters())
-        restore = recovery.start_step()
-        micro_step(model)
-        constant.fill_(7)
-        counted = seen.clone()
-        restore()
-        assert not torch.equal(counted, seen)
+
+        def fail_at_the_end() -> None:
+            micro_step(model)
+            constant.fill_(7)
+            assert not torch.equal(seen, before[0][-2])
+            out_of_memory()
+
+        recovery.start_step()
+        recovery.attempt([fail_at_the_end])
         assert torch.equal(seen, before[0][-2])
         assert constant.eq(7).all()  # it does not change in micro-steps, and is too large to be kept for nothing
 

@@ -22,9 +22,9 @@ from torchtune_adaptive.engine.distributed.snapshot import (
     KeptTensors,
     RandomStates,
     UnchangedParameters,
-    buffer_places,
     keep_random_states,
     restore_on_exit,
+    tensor_places,
 )
 from torchtune_adaptive.testing import out_of_memory
 
@@ -227,7 +227,7 @@ def test_changed_buffers_are_found_whatever_changed_them() -> None:
 )
 def test_renewed_copies_are_of_the_buffers_after_a_change_between_steps(change: Callable[[Any], Any]) -> None:
     model = nn.BatchNorm1d(2)
-    kept = KeptBuffers(buffer_places(model))
+    kept = KeptBuffers(tensor_places(model))
     change(model)
     buffer, values = model.running_mean, [one.clone() for one in model.buffers()]
     kept = kept.renewed()

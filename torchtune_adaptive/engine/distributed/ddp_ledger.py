@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,9 @@ class DdpLedger(Ledger):
         self._missing: list[float] = []  # per bucket, how often its gradients have still to grow
         self._works: list[dist.Work] = []
         self._is_running = False
-        self._hooks = [one.register_post_accumulate_grad_hook(self._has_grown) for one in self._parameters]
+        self._hooks = [
+            one.register_post_accumulate_grad_hook(partial(self._has_grown, one)) for one in self._parameters
+        ]
 
     def detach(self) -> None:
         """Remove the hooks on the parameters."""
@@ -100,7 +103,7 @@ class DdpLedger(Ledger):
         bucket = self._buckets[collective.place]
         self._all_reduce(list(zeros.split([one.numel() for one in bucket])), collective)
 
-    def _has_grown(self, parameter: torch.Tensor) -> None:
+    def _has_grown(self, parameter: nn.Parameter, _: object) -> None:
         """Note that the backward pass has added to the gradient of ``parameter``, and issue buckets that are complete.
 
         It does nothing outside of micro-steps: a backward pass between steps, as of a penalty, is not averaged.
@@ -108,7 +111,6 @@ class DdpLedger(Ledger):
         Raises:
             RuntimeError: the gradient was already being averaged.
         """
-        assert isinstance(parameter, nn.Parameter)
         if not self._is_running:
             return
         self._grown[parameter] += 1

@@ -20,15 +20,17 @@ from torchtune_adaptive.engine.memory.operations import plain_parts
 from torchtune_adaptive.engine.optimizers import SavedOptimizers
 
 _SMALL_BYTES = 2**20  # buffers that cost nothing to copy in each step
+_INTERNAL = frozenset(vars(nn.Module()))  # the names of a module's own attributes
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
 
 
 @contextmanager
 def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Callable[[], None]]:
     """Context: on exit, also after an exception, restore the state bit for bit and set gradients to None.
 
-    This covers parameters, buffers, training modes of modules, FSDP2's settings, all ``optimizers`` as described in
-    ``SavedOptimizers``, and the random generators of Python, NumPy, the CPU and the CUDA devices. Not a collective:
-    each rank saves and restores its own state.
+    This covers parameters, buffers, attributes of modules as described in ``KeptAttributes``, FSDP2's settings, all
+    ``optimizers`` as described in ``SavedOptimizers``, and the random generators of Python, NumPy, the CPU and the CUDA
+    devices. Not a collective: each rank saves and restores its own state.
 
     Yields a function that restores only the optimizers, for a step that failed while the optimizers created their
     state. The next step would otherwise use the incomplete state.
@@ -36,11 +38,13 @@ def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     Raises:
         InputError: an optimizer cannot be restored; raised before anything happens.
     """
-    tensors = [*(parameter for parameter in model.parameters() if parameter.requires_grad), *model.buffers()]
-    buffers = [(place, place.tensor) for place in buffer_places(model)]
+    buffers = [(place, place.tensor) for place in tensor_places(model)]
+    of_places = {id(tensor): tensor for _, tensor in buffers if tensor is not None}.values()
+    tensors = [*(parameter for parameter in model.parameters() if parameter.requires_grad), *of_places]
+    attributes = KeptAttributes(model)
     settings = KeptSettings(fsdp_states(model))
     saved_optimizers = SavedOptimizers(optimizers, model)
-    with Copies([*tensors, *saved_optimizers.tensors]) as copies, keep_random_states(), kept_modes(model):
+    with Copies([*tensors, *saved_optimizers.tensors]) as copies, keep_random_states():
         restores = [copies.copy(tensor) for tensor in tensors]
         saved_optimizers.copy(copies)
         try:
@@ -48,6 +52,7 @@ def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
         finally:
             reset_after_failure(model)
             settings.restore()
+            attributes.restore()
             for place, tensor in buffers:
                 place.put(tensor)
             for restore in restores:
@@ -63,17 +68,6 @@ def keep_random_states(generators: Sequence[torch.Generator] = ()) -> Iterator[N
         yield
     finally:
         states.restore()
-
-
-@contextmanager
-def kept_modes(model: nn.Module) -> Iterator[None]:
-    """Context: on exit, each module is in training mode if it was before."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, is_training in modes:
-            module.training = is_training
 
 
 class RandomStates:
@@ -161,8 +155,10 @@ class KeptTensors:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the tensors from their copies."""
+        """Restore the tensors from their copies, also their shapes: an observer of ranges has none at first."""
         for part, copied in zip(self._parts(), self._copies, strict=True):
+            if part.shape != copied.shape:
+                part.resize_(copied.shape)
             part.copy_(copied)
 
 
@@ -202,34 +198,94 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
     return int(eights.view(torch.int64).sum()) + int(rest.sum())
 
 
-class BufferPlace(NamedTuple):
-    """Where a module holds a buffer. A step may put another tensor there: ``self.mean = 0.9 * self.mean + ...``."""
+class TensorPlace(NamedTuple):
+    """Where a module holds a buffer, or another tensor that is no parameter: its ``_buffers`` or its attributes.
 
-    module: nn.Module
+    A step may put another tensor there: ``self.mean = 0.9 * self.mean + ...``.
+    """
+
+    holder: dict[str, Any]
     name: str
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The buffer that is there now."""
-        return self.module._buffers[self.name]
+        """The tensor that is there now."""
+        found = self.holder.get(self.name)
+        return found if isinstance(found, torch.Tensor) else None
 
     def put(self, tensor: torch.Tensor | None) -> None:
-        self.module._buffers[self.name] = tensor
+        self.holder[self.name] = tensor
 
 
-def buffer_places(model: nn.Module) -> list[BufferPlace]:
-    """The places of all buffers of ``model``."""
-    return [BufferPlace(module, name) for module in model.modules() for name in module._buffers]
+def tensor_places(model: nn.Module) -> list[TensorPlace]:
+    """The places of all buffers of ``model``, and of tensors in attributes of modules of the user's own classes."""
+    places = [TensorPlace(module._buffers, name) for module in model.modules() for name in module._buffers]
+    holders = (vars(module) for module in model.modules() if not _is_of_torch(module))
+    return places + [TensorPlace(one, name) for one in holders for name, value in one.items() if _can_be_set(value)]
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether all classes of ``module`` are torch's own, whose attributes no step changes but for ``training``."""
+    return all(one.__module__.partition(".")[0] in ("torch", "builtins") for one in type(module).__mro__)
+
+
+def _can_be_set(value: Any) -> bool:
+    """Whether ``value`` is a tensor that could be filled again: not the result of a step, nor an expanded one."""
+    if not isinstance(value, torch.Tensor) or not value.is_leaf or value.is_inference():
+        return False
+    parts = list(plain_parts(value))
+    return all(part.layout is torch.strided and not torch._debug_has_internal_overlap(part) for part in parts)
+
+
+class KeptAttributes:
+    """What a step may leave changed in a model beside tensors, above all if it fails halfway.
+
+    These are the modes of modules; in modules of the user's own classes, plain attributes such as flags, lengths and
+    counters; which parameters need gradients; and whether this thread computes gradients. What a module keeps in a
+    list, a dict or another object is not restored. Attributes and buffers that a step adds are removed, so that the
+    next step adds them again, unless they hold such an object.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._parameters = list(model.parameters())
+        own = [module for module in self._modules if not _is_of_torch(module)]
+        self._holders = [holder for module in own for holder in (vars(module), module._buffers)]
+        self.save()
+
+    def save(self) -> None:
+        """Keep what is there now."""
+        self._computes_gradients = torch.is_grad_enabled()
+        self._modes = [module.training for module in self._modules]
+        self._need_gradients = [parameter.requires_grad for parameter in self._parameters]
+        self._names = [list(holder) for holder in self._holders]
+        self._values = [
+            {name: value for name, value in holder.items() if type(value) in _PLAIN} for holder in self._holders
+        ]
+
+    def restore(self) -> None:
+        """Restore what was kept, any number of times."""
+        torch.set_grad_enabled(self._computes_gradients)
+        for parameter, needs_gradients in zip(self._parameters, self._need_gradients, strict=True):
+            if parameter.requires_grad is not needs_gradients:
+                parameter.requires_grad_(needs_gradients)
+        for holder, names, values in zip(self._holders, self._names, self._values, strict=True):
+            for name in holder.keys() - set(names):
+                if type(holder[name]) in _PLAIN or isinstance(holder[name], torch.Tensor):
+                    del holder[name]
+            holder.update((name, value) for name, value in values.items() if name not in _INTERNAL)
+        for module, is_training in zip(self._modules, self._modes, strict=True):
+            module.training = is_training
 
 
 class KeptBuffers:
-    """The buffers that are at ``places`` now, and copies of them on the same device.
+    """The buffers and other tensors that are at ``places`` now, and copies of them on the same device.
 
     Args:
         copies: has those of more than 1 MiB instead, such as quantized weights. None: all are on the device.
     """
 
-    def __init__(self, places: Sequence[BufferPlace], copies: Copies | None = None) -> None:
+    def __init__(self, places: Sequence[TensorPlace], copies: Copies | None = None) -> None:
         self._places = places
         self._buffers = [(place, place.tensor) for place in places]
         tensors = {id(one): one for _, one in self._buffers if one is not None}.values()
@@ -246,7 +302,7 @@ class KeptBuffers:
         self._tensors.save()
         return self
 
-    def that_may_change(self) -> list[BufferPlace]:
+    def that_may_change(self) -> list[TensorPlace]:
         """The places whose buffers have changed, and those of buffers up to 1 MiB, which may change later.
 
         Batch normalisation, for example, changes its buffers only in training mode.

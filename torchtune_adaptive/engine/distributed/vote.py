@@ -27,6 +27,10 @@ class Outcome(IntEnum):
     FAILED = 2
 
 
+class PeerFailedError(RuntimeError):
+    """Another rank has failed, with an error of its own that is not out of memory."""
+
+
 class _PeerStopped(Exception):
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
@@ -63,7 +67,7 @@ def run_or_abort_together(work: Callable[[], object], consensus: Consensus) -> O
     function keeps no references to the tensors of a failed run.
 
     Raises:
-        RuntimeError: another rank failed with an error other than out of memory. That rank raises its own error.
+        PeerFailedError: another rank failed with an error other than out of memory. That rank raises its own error.
     """
     outcome, failed_here, handled = Outcome.DONE, True, sys.exc_info()[1]
     try:
@@ -82,5 +86,5 @@ def run_or_abort_together(work: Callable[[], object], consensus: Consensus) -> O
     if failed_here:  # or if the work is done: the peers then wait for this rank's vote
         outcome = Outcome(consensus.max_over_ranks(outcome))
     if outcome is Outcome.FAILED:
-        raise RuntimeError("another rank failed during a probe; see its own error message")
+        raise PeerFailedError("another rank failed during a probe; see its own error message")
     return outcome

@@ -50,10 +50,12 @@ class Copies:
         A wrapper tensor is copied part by part, because its own copy may share memory with the original. FSDP2 moves
         parameters in the first forward pass: with torch 2.9 all padded ones.
         """
-        fills = [self._copy_part(part.detach()) for part in plain_parts(tensor)]
+        fills = [(part.shape, self._copy_part(part.detach())) for part in plain_parts(tensor)]
 
         def restore() -> None:
-            for part, fill in zip(plain_parts(tensor), fills, strict=True):
+            for part, (shape, fill) in zip(plain_parts(tensor), fills, strict=True):
+                if part.shape != shape:
+                    part.resize_(shape)
                 fill(part.detach())
 
         return restore

@@ -1,16 +1,18 @@
 """Recognise out-of-memory errors, and free the memory of a failed step. The only module that reads error texts."""
 
+import builtins
 import errno
 import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import distributed_c10d
 
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # since Python 3.11
 _TOO_LITTLE_BYTES = 256 * 2**20  # outside torch's allocator, for what a library allocates at once (an estimate)
 
 
@@ -125,15 +127,21 @@ def comes_from_out_of_memory(error: BaseException, *, handled: BaseException | N
 
 
 def errors_behind(error: BaseException | None, *, handled: BaseException | None = None) -> Iterator[BaseException]:
-    """Yield ``error``, the error that was being handled when it was raised, and so on.
+    """Yield ``error``, the error that was being handled when it was raised, its cause, members of a group, and so on.
 
     Args:
         handled: the error that was already being handled before the step began, if any. It and those behind it are left
             out: they say nothing about the step.
     """
-    while error is not None and error is not handled:
-        yield error
-        error = error.__context__
+    waiting, seen = [error], {id(None), id(handled)}
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        members = getattr(one, "exceptions", ()) if isinstance(one, _GROUP) else ()
+        waiting += [*reversed(members), one.__cause__, one.__context__]
 
 
 def _says_out_of_memory(message: str) -> bool:

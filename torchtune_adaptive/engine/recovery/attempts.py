@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, drop_forward_passes, fsdp_states
 from torchtune_adaptive.engine.distributed.functional_collectives import wait_for_unused_results
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CollectiveStateUnknownError, Ledger
-from torchtune_adaptive.engine.distributed.snapshot import BufferPlace, KeptBuffers, RandomStates
+from torchtune_adaptive.engine.distributed.snapshot import KeptAttributes, KeptBuffers, RandomStates, TensorPlace
 from torchtune_adaptive.engine.loop import Loop, sum_of_results
 from torchtune_adaptive.engine.memory.devices import wait_for
 from torchtune_adaptive.engine.memory.out_of_memory import (
@@ -72,27 +72,24 @@ class Recovery:
         buffers: those that a micro-step may change. ``start_step`` saves them.
     """
 
-    def __init__(self, loop: Loop, *, ledger: Ledger, buffers: Sequence[BufferPlace]) -> None:
+    def __init__(self, loop: Loop, *, ledger: Ledger, buffers: Sequence[TensorPlace]) -> None:
         self._loop = loop
         self._consensus = loop.consensus
         self._ledger = ledger
+        self._random_states = RandomStates(loop.device)
         self._buffers = buffers
         self._kept: KeptBuffers | None = None
+        self._attributes = KeptAttributes(loop.model)
         self._states = fsdp_states(loop.model)
         self._settings = KeptSettings(self._states)
         self._is_in_step = True
 
-    def start_step(self) -> Callable[[], None]:
-        """Save the random states and buffers, and return a function that restores them. A collective."""
+    def start_step(self) -> None:
+        """Save random states, buffers and attributes of modules, which failed attempts restore. A collective."""
         self._ledger.start_step()
-        random_states = RandomStates(self._loop.device)
-        self._kept = buffers = KeptBuffers(self._buffers) if self._kept is None else self._kept.renewed()
-
-        def restore() -> None:
-            random_states.restore()
-            buffers.restore()
-
-        return restore
+        self._random_states = RandomStates(self._loop.device)
+        self._kept = KeptBuffers(self._buffers) if self._kept is None else self._kept.renewed()
+        self._attributes.save()
 
     def attempt(
         self,
@@ -104,7 +101,7 @@ class Recovery:
         """Run ``micro_steps`` on every rank, and agree on the outcome.
 
         A collective; it adds one all-reduce on the CPU. If any rank ran out of memory, the gradients on all ranks are
-        None afterwards, FSDP2's settings are as before, and the model can run a new step.
+        None afterwards, all that ``start_step`` has saved is as it was then, and the model can run a new step.
 
         Args:
             numbers: this rank's, equally many on every rank; they are compared in the same all-reduce.
@@ -179,6 +176,10 @@ class Recovery:
         wait_for(self._loop.device)  # running collectives may use its memory; peers issue them too, so they end
         self._loop.clean_up()
         self._settings.restore()
+        self._attributes.restore()
+        if self._kept is not None:
+            self._kept.restore()
+        self._random_states.restore()
 
     def _replay_rest(self, micro_step: Callable[[], object], error: str) -> None:
         """Issue the collectives of ``micro_step`` that this rank has not issued, for which its peers wait."""

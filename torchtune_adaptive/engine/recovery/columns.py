@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -86,14 +87,15 @@ def padded_numel(batch: Any) -> int:
     return sum(numels) if isinstance(batch, tuple) else len(numels) * max(numels)
 
 
-def copied(batch: Any) -> Any:
+def copied(batch: Any, *, with_tensors: bool = True) -> Any:
     """The batch with copies of its tensors, arrays, lists and mappings. Other objects are shared."""
+    change = functools.partial(copied, with_tensors=with_tensors)
     if (named := named_values(batch)) is not None:
-        return _with_values(batch, {name: copied(value) for name, value in named})
+        return _with_values(batch, {name: change(value) for name, value in named})
     if isinstance(batch, list | tuple):
-        return type(batch)(batch if _has_only_numbers(batch) else map(copied, batch))
+        return type(batch)(batch if _has_only_numbers(batch) else map(change, batch))
     if isinstance(batch, torch.Tensor):
-        return batch.detach().clone().requires_grad_(batch.requires_grad)
+        return batch.detach().clone().requires_grad_(batch.requires_grad) if with_tensors else batch
     return batch.copy() if _is_array(batch) else batch
 
 
@@ -121,6 +123,12 @@ def was_changed(given: Any, original: Any, *, has_own_names: bool = True) -> boo
 def versions(batch: Any) -> list[int]:
     """How often each tensor of a batch has been changed in place."""
     return [one._version for one in leaves(batch) if isinstance(one, torch.Tensor) and not one.is_inference()]
+
+
+def gradients_of(batch: Any) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Each tensor of a batch that gets gradients, as in split learning, with a copy of those that it has."""
+    tensors = (one for one in leaves(batch) if isinstance(one, torch.Tensor) and one.requires_grad and one.is_leaf)
+    return [(one, None if one.grad is None else one.grad.clone()) for one in tensors]
 
 
 def is_column(value: Any) -> bool:

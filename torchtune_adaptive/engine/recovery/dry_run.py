@@ -8,6 +8,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,14 +30,14 @@ from torchtune_adaptive.engine.distributed.functional_collectives import (
 )
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, Collective, Ledger
 from torchtune_adaptive.engine.distributed.snapshot import (
-    BufferPlace,
+    KeptAttributes,
     KeptBuffers,
+    TensorPlace,
     UnchangedParameters,
-    buffer_places,
     keep_random_states,
-    kept_modes,
+    tensor_places,
 )
-from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
+from torchtune_adaptive.engine.distributed.vote import Outcome, PeerFailedError, run_or_abort_together
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.copies import Copies
 from torchtune_adaptive.engine.memory.devices import describe_peak
@@ -44,7 +45,7 @@ from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.recovery.attempts import Recovery
 from torchtune_adaptive.engine.recovery.micro_steps import collectives_of
 from torchtune_adaptive.engine.recovery.trial import Trial, Verdict, cannot_cut
-from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError, cannot_recover
+from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError, cannot_recover, reason_of
 
 MicroSteps = Sequence[Callable[[], object]]
 
@@ -96,7 +97,7 @@ def dry_run(
     """Run the first micro-steps that fit, with a vote before each collective, and return a recovery for such steps.
 
     A collective: all ranks must call it, and get the same kind of outcome. It restores random generators, buffers and
-    modes of modules, and sets gradients to None. Settings of FSDP2 that a micro-step has changed for good stay changed;
+    attributes of modules, and sets gradients to None. Settings of FSDP2 that a micro-step has changed for good stay changed;
     the micro-steps are therefore run once more before recovery is refused. The lazy set-up of FSDP2 and of the
     communicators then happens while memory is free. If there is no recovery, the model's original communication
     functions are restored.
@@ -108,7 +109,7 @@ def dry_run(
         compares_results: whether a trial compares results too.
 
     Raises:
-        CannotCutError: a layer that mixes samples cannot run on one.
+        CannotCutError: a micro-step cannot run on one sample.
         CannotRecoverError: recovery is not possible for this model and these micro-steps.
         NothingFitsError: none of the micro-steps fits.
     """
@@ -118,14 +119,23 @@ def dry_run(
     new_trial = partial(Trial, loop, has_earlier=ledger.reduces_once, compares_results=compares_results)
     # A micro-step may change parameters in a way that no operation of torch shows.
     unchanged = UnchangedParameters(loop.model, are_trained=True) if is_trial else None
-    with ExitStack() as without_recovery, kept_modes(loop.model):
+    with ExitStack() as without_recovery:
         without_recovery.callback(ledger.detach)
         # A step of one micro-step needs less memory than two: the second one runs beside the first one's gradients.
         for keeps_gradients, micro_steps in itertools.product((True, False), tries):
             found, trial = None, None
             for _ in range(2):  # the first time, a micro-step may change FSDP2's settings for good
                 trial = new_trial(keeps_gradients=keeps_gradients) if is_trial else None
-                found = run(micro_steps, keeps_gradients=keeps_gradients, trial=trial)
+                try:
+                    found = run(micro_steps, keeps_gradients=keeps_gradients, trial=trial)
+                except Exception as error:
+                    is_final = isinstance(error, InputError | dist.DistBackendError)
+                    if consensus.any_rank(is_final) or not is_trial or len(micro_steps) < 3:
+                        raise
+                    run(micro_steps[2:], keeps_gradients=False, trial=new_trial())  # which fails if two samples do
+                    own = "" if isinstance(error, PeerFailedError) else reason_of(error)
+                    reason = f"a micro-step fails on one sample alone ({consensus.first_reason(own)})"
+                    raise cannot_cut(reason) from error
                 if found is None or not found.reason:
                     break
             if found is None:
@@ -137,6 +147,11 @@ def dry_run(
                 again = new_trial(seed=1)
                 run(micro_steps[:1], keeps_gradients=False, trial=again)
                 verdict = verdict if trial.is_like(again, consensus) else Verdict(is_random=True)
+            if trial is not None and verdict.may_be_random:
+                again = new_trial(keeps_gradients=keeps_gradients, has_constant_noise=True)
+                run(micro_steps, keeps_gradients=keeps_gradients, trial=again)
+                of_constant = again.verdict(consensus)
+                verdict = verdict if of_constant.factor is None else of_constant
             if changed := consensus.first_reason("" if unchanged is None else unchanged.first_changed()):
                 raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")
             without_recovery.pop_all()
@@ -170,7 +185,7 @@ class _Found(NamedTuple):
 
     reason: str
     expected: tuple[list[AnyCollective], list[AnyCollective]]
-    buffers: list[BufferPlace]
+    buffers: list[TensorPlace]
     used: list[nn.Parameter]
 
 
@@ -193,7 +208,8 @@ def _run(
             drop_forward_passes(states)
             ledger.counts = IssuedCounts(groups_of(one for before in recorded for one in before.collectives))
             ledger.begin(is_last=is_last)
-            if trial is not None:  # micro-steps that are compared begin with equal buffers
+            if trial is not None:  # micro-steps that are compared begin with equal models
+                attributes.restore()
                 buffers.restore_on_device()
             watched = trial.micro_step() if trial is not None else nullcontext()
             with watched, RecordFunctional(ledger.record) as counter, ledger.running():
@@ -210,9 +226,9 @@ def _run(
             recorded.append(_Recorded(is_last, counter.issued, issued, is_known, awaits_another))
 
     states = fsdp_states(model)
-    settings = KeptSettings(states)
-    with Copies(model.buffers()) as copies:
-        buffers = KeptBuffers(buffer_places(model), copies)
+    settings, attributes, places = KeptSettings(states), KeptAttributes(model), tensor_places(model)
+    with Copies(one.tensor for one in places if one.tensor is not None) as copies:
+        buffers = KeptBuffers(places, copies)
         try:
             with keep_random_states():
                 outcome = run_or_abort_together(run_and_record, consensus)
@@ -224,6 +240,7 @@ def _run(
         finally:
             loop.release()
             may_change = buffers.that_may_change()
+            attributes.restore()
             buffers.restore()
             reset_after_failure(model)
     free_memory(loop.device)

@@ -18,12 +18,16 @@ class FixedRandomness(OperationMode):
     Draws without replacement, permutations and code compiled by ``torch.compile`` stay random. A generator of the
     user's own stays as it was.
 
+    Args:
+        is_constant: all entries have the same value: samples may lie along any dimension, as in ``rsample((5,))``.
+
     Attributes:
         dtypes: the floating types of all results.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_constant: bool = False) -> None:
         super().__init__()
+        self._is_constant = is_constant
         self.dtypes: set[torch.dtype] = set()
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -53,7 +57,8 @@ class FixedRandomness(OperationMode):
         values = _VALUES.get(name.rstrip("_"))
         if values is not None and isinstance(result, torch.Tensor):
             with _disable_current_modes(), torch.no_grad():
-                result.copy_(values(_spread(result), given))
+                spread = _spread(result[(slice(0, 1),) * result.ndim] if self._is_constant else result)
+                result.copy_(values(spread, given))
         return result
 
 

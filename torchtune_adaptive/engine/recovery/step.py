@@ -19,7 +19,7 @@ from torchtune_adaptive.engine.memory.devices import computing_device, optimizer
 from torchtune_adaptive.engine.optimizers import optimizers_within
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery
 from torchtune_adaptive.engine.recovery.backoff import Backoff
-from torchtune_adaptive.engine.recovery.columns import copied, versions, was_changed
+from torchtune_adaptive.engine.recovery.columns import copied, gradients_of, versions, was_changed
 from torchtune_adaptive.engine.recovery.dry_run import DryRun, allocate_states, dry_run
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
 from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
@@ -227,11 +227,12 @@ class RecoverableStep(Generic[Sums]):
         if self._recovery is None:
             return self._run_without_recovery(samples)
         self._check_no_gradients()
-        restore = self._recovery.start_step()
+        self._recovery.start_step()
         size_before = self._cutter.size
         self._grow_if_due()
         self._watch.start_step(self._cutter.size)
         unchanged = None if self._cutter.adds_up or self._gives_copies else versions(samples)
+        gradients = [] if self._cutter.adds_up else gradients_of(samples)
         while True:
             micro_batches = self._cutter.cut(samples)
             attempt = self._recovery.attempt(
@@ -241,8 +242,9 @@ class RecoverableStep(Generic[Sums]):
             self._gives_copies |= is_changed
             if attempt.pressure is not MemoryPressure.OUT_OF_MEMORY:
                 break
-            restore()
             self._check_unchanged(is_changed)
+            for tensor, gradient in gradients:
+                tensor.grad = None if gradient is None else gradient.clone()
             self._watch.reset()
             self._reduce(attempt, samples)
         self._watch.end_step(micro_batches, attempt.largest)
@@ -284,7 +286,9 @@ class RecoverableStep(Generic[Sums]):
         """Run a micro-step; if it ``sees_changes``, on a copy, to see whether the copy is changed in place."""
         with context, self._watch.noting_failures():
             self._watch.phases.enter("batch")
-            given = copied(micro_batch) if sees_changes or self._gives_copies else micro_batch
+            given = micro_batch
+            if not self._cutter.adds_up:  # changes of arrays, lists and mappings would not be seen in later steps
+                given = copied(micro_batch, with_tensors=sees_changes or self._gives_copies)
             result = self._loop.micro_step(given)
         if sees_changes:
             self._gives_copies |= was_changed(given, micro_batch)

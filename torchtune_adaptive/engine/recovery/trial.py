@@ -70,6 +70,7 @@ class Trial:
         has_earlier: whether those of the same three micro-steps are there before the first one.
         compares_results: whether results are compared.
         seed: of random numbers that are not fixed; None: as they would be.
+        has_constant_noise: whether all random numbers of an operation are fixed to one value.
 
     Attributes:
         mixing_layer: why samples must not be cut: a layer of this rank's has computed statistics over them; "" if none
@@ -84,6 +85,7 @@ class Trial:
         has_earlier: bool = False,
         compares_results: bool = True,
         seed: int | None = None,
+        has_constant_noise: bool = False,
     ) -> None:
         self._model = loop.model
         self._seed = seed
@@ -92,7 +94,7 @@ class Trial:
         self._device = loop.device
         self._keeps_gradients = keeps_gradients
         self._has_earlier = has_earlier
-        self._randomness = FixedRandomness()
+        self._randomness = FixedRandomness(is_constant=has_constant_noise)
         self.mixing_layer = ""
         self._sums: list[torch.Tensor] = []  # of the gradients of each micro-step
         self._before: Any = 0  # those of all gradients before the next one
@@ -114,7 +116,7 @@ class Trial:
                         stack.callback(module.register_forward_pre_hook(self._noting(name)).remove)
                 for name, parameter in self._model.named_parameters():
                     if parameter.requires_grad and getattr(parameter, "_post_accumulate_grad_hooks", None):
-                        last = parameter.register_post_accumulate_grad_hook(partial(_check_kept, name))
+                        last = parameter.register_post_accumulate_grad_hook(partial(_check_kept, name, parameter))
                         stack.callback(last.remove)
                 stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
                 if self._seed is not None:
@@ -262,7 +264,8 @@ def _sums_of_gradients(model: nn.Module, device: torch.device) -> torch.Tensor:
 
     Each is a sum of some elements with random signs, so that the norm of all sums is about that of the gradients.
     """
-    signs = torch.randint(2, (_CHUNK,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    seeded = torch.Generator("cpu").manual_seed(0)  # there may be another default device
+    signs = torch.randint(2, (_CHUNK,), generator=seeded, dtype=torch.int8, device="cpu")
     signs = (2 * signs - 1).to(device, torch.float32)
     sums: list[torch.Tensor] = []
     with _disable_current_modes(), torch.no_grad():
@@ -273,12 +276,12 @@ def _sums_of_gradients(model: nn.Module, device: torch.device) -> torch.Tensor:
             for part in map(_dense, plain_parts(gradient)):
                 for chunk in part.detach().reshape(-1).split(_CHUNK):
                     if parameter.grad is None:
-                        sums.append(torch.zeros(_SUMS))
+                        sums.append(torch.zeros(_SUMS, device="cpu"))
                         continue
                     chunk = chunk.to(device, torch.float32) * signs[: chunk.numel()]
                     padded = nn.functional.pad(chunk, (0, -chunk.numel() % _SUMS))
                     sums.append(padded.view(-1, _SUMS).sum(0))
-    return torch.cat([one.double().cpu() for one in sums]) if sums else torch.zeros(0, dtype=torch.double)
+    return torch.cat([one.double().cpu() for one in [torch.zeros(0, device="cpu"), *sums]])
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -335,8 +338,8 @@ def _attributes_of(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     return {key: value for key, value in values if isinstance(value, torch.Tensor) and key != "_local_tensor"}
 
 
-def _check_kept(name: str, parameter: torch.Tensor) -> None:
-    """Called after all other hooks of a parameter, whose gradient has just been computed."""
+def _check_kept(name: str, parameter: torch.Tensor, _: object) -> None:
+    """Called after all other hooks of a parameter, whose gradient has just been computed; with what they returned."""
     if parameter.grad is None:
         raise cannot_recover(f"a hook takes the gradient of `{name}` away in the backward pass")
 

@@ -1,0 +1,262 @@
+"""A step that fails halfway, a dry run and a search leave nothing in the model that a plain loop would not have."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support.faults import same_bits
+from torchtune_adaptive import RecoverableStep, find_max_batch_size
+from torchtune_adaptive.testing import Fault, wrap_micro_steps
+
+ROWS, WIDTH, STEPS = 8, 6, 3
+LARGE, SMALL = 4, 2
+Rows = torch.Tensor  # [rows, steps in time, WIDTH]
+
+
+class Growing(nn.Module):
+    """Positions in a buffer that grows, whose length is a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+        self.register_buffer("positions", torch.zeros(0, WIDTH), persistent=False)
+
+    def forward(self, rows: Rows) -> Rows:
+        if rows.shape[1] > self.length:
+            self.length = rows.shape[1]
+            positions = torch.linspace(0, 1, self.length).sqrt()[:, None].repeat(1, WIDTH)
+            self.register_buffer("positions", positions, persistent=False)
+        return rows + self.positions[: rows.shape[1]]
+
+
+class Drawn(nn.Module):
+    """Random features that the first forward pass draws into an attribute."""
+
+    def forward(self, rows: Rows) -> Rows:
+        if not hasattr(self, "features"):
+            self.features = torch.randn(WIDTH, WIDTH)
+        return rows @ self.features
+
+
+class Filled(nn.Module):
+    """Random features in a buffer that was empty, and a flag which says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_filled, self.number = False, 0
+        self.register_buffer("features", None)
+
+    def forward(self, rows: Rows) -> Rows:
+        if not self.is_filled:
+            self.features, self.is_filled = torch.randn(WIDTH, WIDTH), True
+        self.number += 1
+        return rows @ self.features + self.number / 100
+
+
+class Recurrent(nn.Module):
+    """A state from batch to batch, in a plain attribute that is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = torch.zeros(WIDTH)
+
+    def forward(self, rows: Rows) -> Rows:
+        self.state.mul_(0.5).add_(rows.detach().sum((0, 1)))
+        return rows + self.state.clone()
+
+
+class Observer(nn.Module):
+    """The largest value so far, in a buffer that the first forward pass gives its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(0))
+
+    def forward(self, rows: Rows) -> Rows:
+        largest = rows.detach().abs().amax((0, 1))
+        self.largest.resize_(largest.shape).copy_(largest)
+        return rows
+
+
+def plain(model: nn.Module, rows: Rows) -> torch.Tensor:
+    return model(rows).square().sum()
+
+
+def with_teacher(model: nn.Module, rows: Rows) -> torch.Tensor:
+    """Pseudo-labels of the model itself, without dropout."""
+    out = model(rows)
+    model.eval()
+    with torch.no_grad():
+        targets = model(rows + 0.1)
+    model.train()
+    return F.mse_loss(out, targets, reduction="sum") + out.square().sum()
+
+
+def with_frozen_layer(model: Any, rows: Rows) -> torch.Tensor:
+    total = model(rows).square().sum()
+    model[2].requires_grad_(False)
+    total = total + model(rows).sum()
+    model[2].requires_grad_(True)
+    return total
+
+
+def with_switched_gradients(model: nn.Module, rows: Rows) -> torch.Tensor:
+    out = model(rows)
+    torch.set_grad_enabled(False)
+    targets = model(rows + 1)
+    torch.set_grad_enabled(True)
+    return (out - targets).square().sum()
+
+
+def growing_rows(number: int) -> Rows:
+    return torch.randn(ROWS, 3 + 2 * number, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+Loss = Callable[[Any, Rows], torch.Tensor]
+CASES: dict[str, tuple[type[nn.Module], Loss]] = {
+    "modes": (nn.Identity, with_teacher),
+    "requires_grad": (nn.Identity, with_frozen_layer),
+    "whether gradients are computed": (nn.Identity, with_switched_gradients),
+    "a buffer that grows": (Growing, plain),
+    "features in a new attribute": (Drawn, plain),
+    "features, a flag and a counter": (Filled, plain),
+    "a buffer without a shape": (Observer, plain),
+}
+
+
+class Training:
+    def __init__(self, layer: type[nn.Module], loss: Loss) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), layer())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self._loss = loss
+        torch.manual_seed(1)
+
+    def micro_step(self, rows: Rows) -> None:
+        self._loss(self.model, rows).backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def by_hand(self, sizes: list[int]) -> list[torch.Tensor]:
+        """The final state after steps with micro-batches of these sizes."""
+        for number, size in enumerate(sizes):
+            for rows in growing_rows(number).split(size):
+                self.micro_step(rows)
+            self.update()
+        return self.state()
+
+    def recovered(self, fault: Fault | None, *, failing: int) -> tuple[list[torch.Tensor], list[int]]:
+        """The final state if the first micro-step of the step ``failing`` has this fault, and the sizes."""
+        step = RecoverableStep(
+            self.model, self.micro_step, micro_batch_size=LARGE, optimizer=self.optimizer, on_event=lambda _: None
+        )
+        sizes: list[int] = []
+
+        def around(number: int, run: Callable[[], Any]) -> Any:
+            if fault is None or (len(sizes), number) != (failing, 0):
+                return run()
+            with fault:
+                return run()
+
+        wrap_micro_steps(step, around)
+        for number in range(STEPS):
+            step(growing_rows(number))
+            sizes.append(step.micro_batch_size)
+            self.update()
+        step.close()
+        return self.state(), sizes
+
+    def state(self) -> list[torch.Tensor]:
+        return [*self.model.state_dict().values(), *self.model.buffers(), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize(("case", "failing"), [*zip(CASES, itertools.repeat(1)), ("features in a new attribute", 0)])
+def test_recovery_anywhere_in_a_micro_step_equals_a_loop_by_hand(case: str, failing: int) -> None:
+    # A size that has never fitted is not tried again soon.
+    expected_sizes = [SMALL] * STEPS if failing == 0 else [LARGE, SMALL, LARGE]
+    expected = Training(*CASES[case]).by_hand(expected_sizes)
+    for place in itertools.count(1, 8):
+        fault = Fault(place)
+        found, sizes = Training(*CASES[case]).recovered(fault, failing=failing)
+        if not fault.has_struck:
+            break
+        assert sizes == expected_sizes
+        assert same_bits(found, expected), place
+    assert place > 12
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_neither_a_dry_run_nor_a_search_changes_what_follows(case: str) -> None:
+    expected = Training(*CASES[case]).by_hand([LARGE] * STEPS)
+    assert same_bits(Training(*CASES[case]).recovered(None, failing=0)[0], expected)
+    searched = Training(*CASES[case])
+
+    def train_step(rows: Rows) -> None:
+        searched.micro_step(rows)
+        searched.update()
+
+    found = find_max_batch_size(
+        train_step,
+        lambda size: torch.zeros(size, 9, WIDTH),
+        model=searched.model,
+        optimizer=searched.optimizer,
+        memory_limit="1MiB",
+        max_batch_size=64,
+    )
+    assert found.batch_size > 1
+    assert same_bits(searched.by_hand([LARGE] * STEPS), expected)
+
+
+def test_a_tensor_in_an_attribute_is_restored_as_a_buffer_is() -> None:
+    training = Training(Recurrent, plain)
+    step = RecoverableStep(training.model, training.micro_step, micro_batch_size=LARGE)
+    # Its values mix the samples, of which a trial that begins with equal states would tell: so it is told to be whole.
+    step.disable()
+    before = training.model[3].state.clone()
+    found = find_max_batch_size(
+        training.micro_step,
+        lambda size: torch.ones(size, 2, WIDTH),
+        model=training.model,
+        optimizer=training.optimizer,
+        memory_limit="1MiB",
+        max_batch_size=8,
+    )
+    assert found.batch_size == 8
+    assert torch.equal(training.model[3].state, before)
+
+
+def test_gradients_of_samples_are_those_of_one_pass() -> None:
+    """As in split learning, where samples are activations of another model."""
+
+    def gradient(fault: Fault) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(WIDTH, 1)
+        samples = growing_rows(0).requires_grad_()
+
+        def micro_step(rows: Rows) -> None:
+            model(rows).square().sum().backward()
+
+        step = RecoverableStep(model, micro_step, micro_batch_size=LARGE, on_event=lambda _: None)
+        step.dry_run(samples)
+
+        def around(number: int, run: Callable[[], Any]) -> Any:
+            if number != 1:
+                return run()
+            with fault:
+                return run()
+
+        wrap_micro_steps(step, around)
+        step(samples)
+        assert samples.grad is not None
+        return samples.grad
+
+    fault = Fault(0)
+    torch.testing.assert_close(gradient(fault), gradient(Fault(None)))
+    assert fault.has_struck
