@@ -1,8 +1,10 @@
 """Out-of-memory errors are recognised, and the tensors of a failed step are freed."""
 
+import builtins
 import errno
 import gc
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -224,6 +226,37 @@ def chain(*errors: BaseException) -> BaseException:
 )
 def test_an_error_comes_from_out_of_memory_if_any_behind_it_is(errors: list[BaseException], expected: bool) -> None:
     assert comes_from_out_of_memory(chain(*errors)) is expected
+
+
+def _raised(raise_error: Callable[[BaseException], NoReturn]) -> BaseException:
+    try:
+        raise_error(torch.OutOfMemoryError("first"))
+    except BaseException as error:
+        return error
+
+
+def _as_cause(error: BaseException) -> NoReturn:
+    raise RuntimeError("later") from error
+
+
+def _as_cause_of_the_one_handled(error: BaseException) -> NoReturn:
+    try:
+        _as_cause(error)
+    except RuntimeError:
+        raise KeyError("last")  # noqa: B904
+
+
+def _in_a_group(error: BaseException) -> NoReturn:
+    raise getattr(builtins, "ExceptionGroup")("several", [ValueError("one"), error])  # noqa: B009 - Python 3.10 has none
+
+
+@pytest.mark.parametrize("raise_error", [_as_cause, _as_cause_of_the_one_handled, _in_a_group])
+def test_an_error_that_was_kept_and_raised_later_counts(raise_error: Callable[[BaseException], NoReturn]) -> None:
+    if raise_error is _in_a_group and sys.version_info < (3, 11):
+        pytest.skip("Python 3.10 has no groups of exceptions")
+    error = _raised(raise_error)
+    assert comes_from_out_of_memory(error)
+    assert not comes_from_out_of_memory(error, handled=error)
 
 
 def test_an_error_of_the_cpu_allocator_is_out_of_memory() -> None:

@@ -21,6 +21,8 @@ Rows = torch.Tensor  # [rows, steps in time, WIDTH]
 class Growing(nn.Module):
     """Positions in a buffer that grows, whose length is a plain attribute."""
 
+    positions: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.length = 0
@@ -72,6 +74,8 @@ class Recurrent(nn.Module):
 
 class Observer(nn.Module):
     """The largest value so far, in a buffer that the first forward pass gives its shape."""
+
+    largest: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,13 +186,15 @@ def test_recovery_anywhere_in_a_micro_step_equals_a_loop_by_hand(case: str, fail
     # A size that has never fitted is not tried again soon.
     expected_sizes = [SMALL] * STEPS if failing == 0 else [LARGE, SMALL, LARGE]
     expected = Training(*CASES[case]).by_hand(expected_sizes)
-    for place in itertools.count(1, 8):
+    place = 1
+    while True:
         fault = Fault(place)
         found, sizes = Training(*CASES[case]).recovered(fault, failing=failing)
         if not fault.has_struck:
             break
         assert sizes == expected_sizes
         assert same_bits(found, expected), place
+        place += 8
     assert place > 12
 
 
@@ -214,12 +220,10 @@ def test_neither_a_dry_run_nor_a_search_changes_what_follows(case: str) -> None:
     assert same_bits(searched.by_hand([LARGE] * STEPS), expected)
 
 
-def test_a_tensor_in_an_attribute_is_restored_as_a_buffer_is() -> None:
+def test_a_search_restores_a_tensor_in_an_attribute_as_it_does_a_buffer() -> None:
     training = Training(Recurrent, plain)
-    step = RecoverableStep(training.model, training.micro_step, micro_batch_size=LARGE)
-    # Its values mix the samples, of which a trial that begins with equal states would tell: so it is told to be whole.
-    step.disable()
-    before = training.model[3].state.clone()
+    layer: Any = training.model[3]
+    before = layer.state.clone()
     found = find_max_batch_size(
         training.micro_step,
         lambda size: torch.ones(size, 2, WIDTH),
@@ -229,7 +233,7 @@ def test_a_tensor_in_an_attribute_is_restored_as_a_buffer_is() -> None:
         max_batch_size=8,
     )
     assert found.batch_size == 8
-    assert torch.equal(training.model[3].state, before)
+    assert torch.equal(layer.state, before)
 
 
 def test_gradients_of_samples_are_those_of_one_pass() -> None:

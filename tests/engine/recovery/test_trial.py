@@ -1,7 +1,10 @@
 """Before training, a step is tried: what must not be cut into micro-batches, or must not run again, is refused."""
 
+import copy
 import random
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,6 +85,11 @@ def chosen_by_python(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return model(rows).square().sum() * (random.random() + float(np.random.rand()))
 
 
+def several_draws(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """As of an autoencoder with several draws of noise for each sample [draws, samples, WIDTH]."""
+    return model(rows + torch.randn(5, *rows.shape)).square().logsumexp(0).sum()
+
+
 def in_bf16(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return model(rows).float().square().sum()
@@ -95,8 +103,9 @@ def in_bf16(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         (noisy, (nn.AlphaDropout(0.3), nn.LayerNorm(24))),
         (chosen_by_python, (Shifted(24),)),
         (in_bf16, (nn.BatchNorm1d(24).eval(),)),
+        (several_draws, ()),
     ],
-    ids=["plain", "dropout", "alpha dropout", "running mean", "frozen batch norm"],
+    ids=["plain", "dropout", "alpha dropout", "running mean", "frozen batch norm", "noise in front of the samples"],
 )
 def test_a_sum_over_samples_may_be_cut(loss: Loss, layers: tuple[nn.Module, ...]) -> None:
     step = step_of(net(*layers), loss)
@@ -403,6 +412,12 @@ def pop(samples: list[dict[str, torch.Tensor]]) -> torch.Tensor:
     return torch.stack([sample.pop("row") for sample in samples])
 
 
+def double(samples: list[dict[str, list[float]]]) -> torch.Tensor:
+    for sample in samples:
+        sample["row"][:] = [2 * one for one in sample["row"]]
+    return torch.tensor([sample["row"] for sample in samples])
+
+
 def through_numpy(rows: Any) -> torch.Tensor:
     rows -= 1
     return torch.from_numpy(rows).float()
@@ -413,28 +428,36 @@ def through_numpy(rows: Any) -> torch.Tensor:
     [
         (lambda: ROWS.clone(), normalise),
         (lambda: [{"row": row} for row in ROWS.clone()], pop),
+        (lambda: [{"row": row.tolist()} for row in ROWS], double),
         (lambda: ROWS.double().numpy(), through_numpy),
     ],
-    ids=["tensor", "list of dicts", "array"],
+    ids=["tensor", "list of dicts", "lists", "array"],
 )
+@pytest.mark.parametrize("from_the_first_step", [True, False])
 def test_a_batch_that_is_changed_in_place_is_given_as_a_copy(
-    samples: Callable[[], Any], change: Callable[[Any], torch.Tensor]
+    samples: Callable[[], Any], change: Callable[[Any], torch.Tensor], from_the_first_step: bool
 ) -> None:
-    def loss(model: nn.Module, rows: Any) -> torch.Tensor:
-        return total_loss(model, change(rows))
+    """In later steps only: a change of tensors ends the run, others are not seen, and so have copies always."""
+    given, is_tried = samples(), True
+    if not from_the_first_step and isinstance(given, torch.Tensor):
+        pytest.skip("see the next test")
 
-    own, model, given = net(), net(), samples()
+    def loss(model: nn.Module, rows: Any) -> torch.Tensor:
+        return total_loss(model, change(rows if from_the_first_step or not is_tried else copy.deepcopy(rows)))
+
+    own, model = net(), net()
     for part in (slice(0, 4), slice(4, 8)):
         loss(own, samples()[part]).backward()
     step = step_of(model, loss, on_event=lambda event: None)
     step.dry_run(given)
+    is_tried = False
     wrap_micro_steps(step, lambda number, run: (run(), number == 1 and out_of_memory())[0])
     step(given)
     assert step.retries == 1
     for one, other in zip(model.parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     if isinstance(given, list):
-        assert [one.keys() for one in given] == [one.keys() for one in samples()]
+        assert str(given) == str(samples())
     else:
         assert np.array_equal(np.asarray(given), np.asarray(samples()))
 
@@ -491,7 +514,25 @@ def test_results_that_do_not_add_up_are_refused_before_training(result: Callable
         RecoverableStep(model, micro_step, micro_batch_size=8)(ROWS)
 
 
+def test_results_may_be_of_any_kind_that_is_a_mapping() -> None:
+    def micro_step(rows: torch.Tensor) -> Any:
+        total_loss(model, rows).backward()
+        return Counter(samples=len(rows))
+
+    model = net()
+    total = RecoverableStep(model, micro_step, micro_batch_size=3)(ROWS)
+    assert type(total) is Counter
+    assert total == Counter(samples=8)
+
+
 # ---- several ranks
+
+
+def fails(rank: int, model: nn.Module, rows: torch.Tensor, *, most: int) -> torch.Tensor:
+    """A loss that fails on the second rank, on up to so many rows."""
+    if rank == 1 and len(rows) <= most:
+        raise RuntimeError("too few rows")
+    return total_loss(model, rows)
 
 
 def _sharded(model: nn.Module) -> nn.Module:
@@ -509,6 +550,7 @@ def _verdicts(rank: int) -> dict[str, str]:
         ("FSDP2, reduced once", _sharded, {"reduce": "last"}),
     ):
         losses = {"sum": total_loss, "mixed": contrastive, "random": permuted}
+        losses |= {"alone": partial(fails, dist.get_rank(), most=1), "broken": partial(fails, dist.get_rank(), most=8)}
         for case, loss in losses.items():
             model = wrap(net(nn.Dropout(0.2)))
             step = step_of(model, loss, **options)
@@ -516,7 +558,7 @@ def _verdicts(rank: int) -> dict[str, str]:
             try:
                 step.dry_run(rows)
                 found[f"{name}, {case}"] = "not tried" if step._trials_left else "recovers"
-            except CannotRecoverError as error:
+            except (CannotRecoverError, RuntimeError) as error:
                 found[f"{name}, {case}"] = str(error)
             step.close()
     model = _sharded(net())
@@ -532,9 +574,12 @@ def _verdicts(rank: int) -> dict[str, str]:
 
 def test_all_ranks_have_the_same_verdict() -> None:
     one, other = run_on_ranks(_verdicts, 2)
+    broken = {name: (one.pop(name), other.pop(name)) for name in list(one) if "broken" in name}
+    assert set(broken.values()) == {("another rank failed during a probe; see its own error message", "too few rows")}
     assert one == other
     assert "takes the gradient" in one.pop("hook")
     expected = {"sum": "recovers", "mixed": "mixes the samples", "random": "recovers"}
+    expected["alone"] = "a micro-step fails on one sample alone (RuntimeError: too few rows)"
     for name, verdict in one.items():
         assert expected[name.rpartition(", ")[2]] in verdict, (name, verdict)
 

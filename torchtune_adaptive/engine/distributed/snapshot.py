@@ -233,8 +233,11 @@ def _can_be_set(value: Any) -> bool:
     """Whether ``value`` is a tensor that could be filled again: not the result of a step, nor an expanded one."""
     if not isinstance(value, torch.Tensor) or not value.is_leaf or value.is_inference():
         return False
-    parts = list(plain_parts(value))
-    return all(part.layout is torch.strided and not torch._debug_has_internal_overlap(part) for part in parts)
+    return all(part.layout is torch.strided and not _is_expanded(part) for part in plain_parts(value))
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 class KeptAttributes:

@@ -97,9 +97,9 @@ def dry_run(
     """Run the first micro-steps that fit, with a vote before each collective, and return a recovery for such steps.
 
     A collective: all ranks must call it, and get the same kind of outcome. It restores random generators, buffers and
-    attributes of modules, and sets gradients to None. Settings of FSDP2 that a micro-step has changed for good stay changed;
-    the micro-steps are therefore run once more before recovery is refused. The lazy set-up of FSDP2 and of the
-    communicators then happens while memory is free. If there is no recovery, the model's original communication
+    attributes of modules, and sets gradients to None. Settings of FSDP2 that a micro-step has changed for good stay
+    changed; the micro-steps are therefore run once more before recovery is refused. The lazy set-up of FSDP2 and of
+    the communicators then happens while memory is free. If there is no recovery, the model's original communication
     functions are restored.
 
     Args:
