@@ -22,6 +22,7 @@ from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
 from torchtune_adaptive.errors import InputError, quote
 
 _COMPILED_SHAPES = 256  # more would have no effect: it is torch's `accumulated_recompile_limit`
+_searches = 0  # within which this process is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ class Loop:
         compile_each_size()
         frozen = UnchangedParameters(self.model, are_trained=False)
         with (
+            _searching(),
             without_step_hooks(self.optimizers),
             restore_on_exit(self.model, self.optimizers) as restore_optimizers,
             only_new_garbage(),
@@ -102,6 +104,29 @@ class Loop:
         self.release()
         reset_after_failure(self.model)
         free_memory(self.device)
+
+
+@contextmanager
+def _searching() -> Iterator[None]:
+    global _searches
+    _searches += 1
+    try:
+        yield
+    finally:
+        _searches -= 1
+
+
+def check_no_search() -> None:
+    """Check that no search runs this code.
+
+    Raises:
+        InputError: a search does.
+    """
+    if _searches:
+        raise InputError(
+            "The train step of a search must not use a `RecoverableStep`, which survives the errors that a search looks"
+            " for: call `micro_step` itself, twice."
+        )
 
 
 def is_compiled(model: nn.Module) -> bool:

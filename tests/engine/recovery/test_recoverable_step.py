@@ -1,5 +1,6 @@
 """``RecoverableStep`` as a custom training loop uses it, in one process and on two ranks."""
 
+import collections
 import contextlib
 import copy
 import io
@@ -270,6 +271,19 @@ def test_the_optimizers_state_is_there_after_the_dry_run_or_one_sentence_says_th
     assert len(optimizer.state) == 2
     assert same_bits(before, [parameter.detach() for parameter in model.parameters()])
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_samples_without_slices_are_refused() -> None:
+    with pytest.raises(InputError, match=r"^Samples must be cut by slices, but of a deque that fails: TypeError"):
+        Toy().step(collections.deque(SAMPLES))
+
+
+def test_a_search_of_a_recoverable_step_is_refused() -> None:
+    toy = Toy()
+    options: Any = {"model": toy.model, "optimizer": torch.optim.SGD(toy.model.parameters()), "memory_limit": "1MiB"}
+    with pytest.raises(InputError, match=r"^The train step of a search must not use a `RecoverableStep`"):
+        find_max_batch_size(toy.step, lambda size: SAMPLES[:1].repeat(size, 1), **options)
+    assert toy.gradients()
 
 
 def test_a_closed_step_leaves_no_hooks_and_is_refused() -> None:

@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.recovery.columns import columns, is_column, map_columns, named_values
-from torchtune_adaptive.errors import InputError, quote, require_integer
+from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
 
 
 @runtime_checkable
@@ -174,9 +174,18 @@ def take(samples: Any, rows: Sequence[int]) -> Any:
 
 
 def chosen(column: Any, rows: Sequence[int]) -> Any:
-    """The entries of a column with these numbers: of consecutive ones a view, of others a copy."""
+    """The entries of a column with these numbers: of consecutive ones a view, of others a copy.
+
+    Raises:
+        InputError: the column has no slices.
+    """
     if list(rows) == list(range(rows[0], rows[0] + len(rows))):
-        return column[rows[0] : rows[0] + len(rows)]
+        try:
+            return column[rows[0] : rows[0] + len(rows)]
+        except (TypeError, RuntimeError) as error:  # a deque, a jagged tensor
+            raise InputError(
+                f"Samples must be cut by slices, but of a {type(column).__name__} that fails: {reason_of(error)}."
+            ) from None
     if hasattr(column, "ndim"):
         return column[list(rows)]
     entries = [column[row] for row in rows]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
-from torchtune_adaptive.engine.loop import Loop, compile_each_size, sum_of_results
+from torchtune_adaptive.engine.loop import Loop, check_no_search, compile_each_size, sum_of_results
 from torchtune_adaptive.engine.memory.devices import computing_device, optimizers_of
 from torchtune_adaptive.engine.optimizers import optimizers_within
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery
@@ -214,11 +214,12 @@ class RecoverableStep(Generic[Sums]):
 
         Raises:
             NothingFitsError: a single sample does not fit. Raised on every rank, with the same message.
-            InputError: gradients are not None, or ranks have different numbers of samples.
+            InputError: gradients are not None, ranks have different numbers of samples, or a search runs this step.
             CannotRecoverError: see ``dry_run``.
             CollectiveStateUnknownError: the error does not allow recovery; this process must end.
         """
         self._check_open()
+        check_no_search()
         if self._is_enabled and self._needs_dry_run(samples):
             self.prepare(samples)
         self._number += 1
