@@ -156,7 +156,7 @@ def test_all_ranks_learn_of_out_of_memory_anywhere_and_the_next_step_is_right(
 
 
 def test_another_error_is_raised_unchanged_and_stops_the_peers(played: list[dict[str, Any]]) -> None:
-    stopped = "RuntimeError: another rank failed during a probe; see its own error message"
+    stopped = "PeerFailedError: another rank failed during a probe; see its own error message"
     for ranks, outcome in zip(played, [stopped] * (len(played) - 1) + ["ValueError: not of memory"], strict=True):
         assert {trial.outcome for trial in ranks["other errors"]} == {outcome}
         assert [trial for trial in ranks["other errors"] if not trial.is_right] == []
