@@ -1,6 +1,7 @@
 """A step that fails halfway, a dry run and a search leave nothing in the model that a plain loop would not have."""
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -234,6 +235,31 @@ def test_a_search_restores_a_tensor_in_an_attribute_as_it_does_a_buffer() -> Non
     )
     assert found.batch_size == 8
     assert torch.equal(layer.state, before)
+
+
+class Remembering(nn.Module):
+    """Keeps its last activations, for whoever wants to look at them."""
+
+    last: torch.Tensor | None = None
+
+    def forward(self, rows: Rows) -> Rows:
+        self.last = rows.detach()
+        return rows
+
+
+def test_activations_in_an_attribute_do_not_outlive_the_next_forward_pass() -> None:
+    training = Training(Remembering, plain)
+    layer: Any = training.model[3]
+    layer.last = torch.zeros(1)
+    step = RecoverableStep(training.model, training.micro_step, micro_batch_size=1)
+    long_rows, alive = torch.zeros(2, 2**18 // WIDTH + 1, WIDTH), list[bool]()
+    step(long_rows)
+    training.update()
+    before = weakref.ref(layer.last)
+    layer.register_forward_hook(lambda *_: alive.append(before() is not None))
+    step(long_rows)
+    assert layer.last.nbytes > 2**20
+    assert not alive[0]
 
 
 def test_gradients_of_samples_are_those_of_one_pass() -> None:

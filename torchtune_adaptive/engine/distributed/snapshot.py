@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -206,6 +206,7 @@ class TensorPlace(NamedTuple):
 
     holder: dict[str, Any]
     name: str
+    is_buffer: bool
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -213,15 +214,21 @@ class TensorPlace(NamedTuple):
         found = self.holder.get(self.name)
         return found if isinstance(found, torch.Tensor) else None
 
+    @property
+    def costs_little(self) -> bool:
+        """Whether what is there now can be kept in each step: it may be an activation of the step before."""
+        return self.is_buffer or (_can_be_set(self.tensor) and self.tensor.nbytes <= _SMALL_BYTES)
+
     def put(self, tensor: torch.Tensor | None) -> None:
         self.holder[self.name] = tensor
 
 
 def tensor_places(model: nn.Module) -> list[TensorPlace]:
     """The places of all buffers of ``model``, and of tensors in attributes of modules of the user's own classes."""
-    places = [TensorPlace(module._buffers, name) for module in model.modules() for name in module._buffers]
+    places = [TensorPlace(module._buffers, name, True) for module in model.modules() for name in module._buffers]
     holders = (vars(module) for module in model.modules() if not _is_of_torch(module))
-    return places + [TensorPlace(one, name) for one in holders for name, value in one.items() if _can_be_set(value)]
+    found = ((one, name) for one in holders for name, value in one.items() if _can_be_set(value))
+    return places + [TensorPlace(holder, name, False) for holder, name in found]
 
 
 def _is_of_torch(module: nn.Module) -> bool:
@@ -229,7 +236,7 @@ def _is_of_torch(module: nn.Module) -> bool:
     return all(one.__module__.partition(".")[0] in ("torch", "builtins") for one in type(module).__mro__)
 
 
-def _can_be_set(value: Any) -> bool:
+def _can_be_set(value: Any) -> TypeGuard[torch.Tensor]:
     """Whether ``value`` is a tensor that could be filled again: not the result of a step, nor an expanded one."""
     if not isinstance(value, torch.Tensor) or not value.is_leaf or value.is_inference():
         return False
@@ -290,7 +297,7 @@ class KeptBuffers:
 
     def __init__(self, places: Sequence[TensorPlace], copies: Copies | None = None) -> None:
         self._places = places
-        self._buffers = [(place, place.tensor) for place in places]
+        self._buffers = [(place, place.tensor) for place in places if copies is not None or place.costs_little]
         tensors = {id(one): one for _, one in self._buffers if one is not None}.values()
         self._tensors = KeptTensors(one for one in tensors if copies is None or one.nbytes <= _SMALL_BYTES)
         self._elsewhere: list[tuple[torch.Tensor, list[int], Restore]] = []
