@@ -311,6 +311,11 @@ def test_a_value_model_must_be_that_of_the_policys_epoch(tmp_path: Path) -> None
     assert resuming.value_checkpointer.checkpoint_files == [f"{values}/model.bin"]
     (values / "model.bin").write_text("WEIGHTS")
     assert refusal() == f"{values}/model.bin must be as the run wrote it, but its content has changed."
+    policy = replace(policy, state=None)  # torchtune's, as is a value model beside a copied state of other weights
+    resuming = resuming_with_value_model(cfg, policy, Consensus())
+    assert resuming.value_checkpointer.checkpoint_files == [f"{values}/model.bin"]
+    save_value_model(STATE)
+    assert refusal().endswith("is of another run.")
 
 
 def _of_stock(assets: Path, output_dir: Path) -> tuple[str | None, list[float], list[float]]:

@@ -27,6 +27,7 @@ from torchtune_adaptive.stock.resume import (
     stock_checkpoint,
 )
 from torchtune_adaptive.training.checkpoints.folder import (
+    RANK_STATES_NAME,
     RECIPE_STATE_NAME,
     STATE_NAME,
     Checkpoint,
@@ -266,7 +267,63 @@ def test_a_damaged_epoch_is_not_taken_for_one_of_torchtune(run: Run) -> None:
     assert stock_checkpoint(run.folder.path, in_background=False) == Checkpoint(path, 0, None, 2, state)
 
 
+# ---- torchtune's epochs with the state of the base model, which it copies
+
+
+def save_by_stock_on(base: Path, path: Path, *, epochs_run: int) -> Checkpoint:
+    """As torchtune, whose `checkpoint_dir` is the epoch ``base`` of a run of this package. Sizes stay."""
+    save_by_stock(path, epochs_run=epochs_run)
+    for epoch in range(epochs_run):
+        (path / f"epoch_{epoch}" / "model-00001-of-00001.bin").write_text("trained")
+        for name in (STATE_NAME, RANK_STATES_NAME):
+            shutil.copy2(base / name, path / f"epoch_{epoch}")
+    return Checkpoint(path / f"epoch_{epochs_run - 1}", 0, None, epochs_run, path / "recipe_state" / RECIPE_STATE_NAME)
+
+
+@pytest.mark.parametrize("has_optimizer_state", [True, False], ids=["of an epoch", "of the last epoch"])
+@pytest.mark.parametrize("epochs_run", [1, 2, 3])
+def test_torchtunes_epochs_are_its_own_also_with_a_copy_of_the_state_of_their_base_model(
+    run: Run, epochs_run: int, has_optimizer_state: bool, tmp_path: Path
+) -> None:
+    """That state is of a run of two epochs, which is complete, or has more epochs than torchtune's."""
+    model = "model-00001-of-00001.bin"
+    base = run.save("epoch_1", epochs_run=2, with_recipe_state=has_optimizer_state, files=[model])
+    new = Run(tmp_path / "new")
+    stock = save_by_stock_on(base, new.folder.path, epochs_run=epochs_run)
+    for epochs in (2, 5):
+        for wanted in (True, "auto", str(stock.path)):
+            assert new.find(wanted, epochs=epochs) == stock
+    (stock.path / STATE_NAME).write_text("{}")  # of another version
+    assert new.find(str(stock.path)) == stock
+    own = new.save("epoch_3", epochs_run=4, with_recipe_state=True, run=OTHER)
+    assert new.find("auto").path == own
+
+
 # ---- damage
+
+
+def test_a_run_whose_last_epoch_is_damaged_is_not_complete(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    run.save("step_90", epochs_run=3)
+    path = run.save("epoch_3", epochs_run=4, files=["weights.bin"])
+    (path / "weights.bin").write_text("CONTENT")
+    caplog.clear()
+    assert run.name_of("auto") == "step_90"
+    change = f"{path}/weights.bin must be as the run wrote it, but its content has changed."
+    assert caplog.messages == [f"Skipped checkpoint {path}. {change}"]
+
+
+def test_damaged_optimizer_state_is_not_taken_for_torchtunes(run: Run) -> None:
+    run.save("epoch_0", epochs_run=1)
+    directory = run.folder.start("epoch_1")
+    torch.save({training.EPOCHS_KEY: 2, "moment": 1}, directory / RECIPE_STATE_NAME)
+    path = run.folder.finish("epoch_1", replace(STATE, epochs_run=2))
+    state = run.folder.path / "recipe_state" / "recipe_state.pt"
+    state.parent.mkdir()
+    os.link(path / RECIPE_STATE_NAME, state)
+    assert run.name_of("auto") == "epoch_1"
+    torch.save({training.EPOCHS_KEY: 2, "moment": 2}, state)  # of the same size
+    assert "a new run would overwrite" in run.refusal("auto")
+    assert run.refusal(str(path)).endswith("its content has changed.")
 
 
 def test_a_checkpoint_whose_content_has_changed_is_skipped_with_the_files_name(

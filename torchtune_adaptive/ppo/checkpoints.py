@@ -86,9 +86,11 @@ def resuming_with_value_model(cfg: DictConfig, checkpoint: Checkpoint | None, co
             )
         values = Checkpoint(path, 0, None, checkpoint.epochs_run)
         if (path / STATE_NAME).exists():
-            values = read_checkpoint(path)  # refuses an incomplete one
-            if change := changed_file(values, consensus):
+            own = read_checkpoint(path)  # refuses an incomplete one
+            change = changed_file(own, consensus)
+            if change and checkpoint.state is not None:
                 raise InputError(change)
+            values = values if change else own  # torchtune copies the state file of a base model into its own epochs
         if values.run_id != checkpoint.run_id:
             raise InputError(
                 f"`resume_from_checkpoint` {str(checkpoint.path)!r} lacks its value model: that in {str(path)!r} is of"

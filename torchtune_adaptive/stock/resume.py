@@ -110,17 +110,26 @@ def find_checkpoint(
             break
         if by_path:
             raise InputError(change)
-        utils.log_rank_zero(log, f"Skipped checkpoint {checkpoint.path}. {change}", logging.WARNING)
+        _log_skipped(checkpoint, change)
         changed.append(checkpoint.path)
     return checkpoint
 
 
-def changed_file(checkpoint: Checkpoint, consensus: Consensus) -> str:
-    """Which file of ``checkpoint`` has changed since it was written, as a sentence; "" if none has. A collective."""
+def _log_skipped(checkpoint: Checkpoint, change: str) -> None:
+    utils.log_rank_zero(log, f"Skipped checkpoint {checkpoint.path}. {change}", logging.WARNING)
+
+
+def changed_file(checkpoint: Checkpoint, consensus: Consensus | None = None) -> str:
+    """Which file of ``checkpoint`` has changed since it was written, as a sentence; "" if none has.
+
+    A collective with a ``consensus``, whose ranks share the reading.
+    """
     files = [checkpoint.path / name for name in checkpoint.digests]
     num_bytes = sum(file.stat().st_size for file in files if file.is_file())
     if num_bytes >= _LONG_BYTES:
         utils.log_rank_zero(log, f"Comparing {format_bytes(num_bytes)} of {checkpoint.path} with their digests")
+    if consensus is None:
+        return first_change(checkpoint.path, checkpoint.digests)
     own = first_change(checkpoint.path, checkpoint.digests, share=consensus.rank, shares=consensus.world_size)
     return consensus.first_reason(own)
 
@@ -170,8 +179,13 @@ class _Found:
         """The latest checkpoint of the latest run that can be resumed, for ``wanted``: True or "auto"."""
         paths = self.folder.paths()
         run_id = self.last_run or (self.complete[-1].run_id if self.complete else "")
-        every = [one for one in self.complete if one.run_id == run_id]
+        # torchtune copies the state file of a base model that this package has trained into each epoch of its own.
+        stocks = self.stock and self.stock.path
+        every = [one for one in self.complete if one.run_id == run_id and (one.can_resume or one.path != stocks)]
         own = [one for one in every if one.path not in self.changed]
+        while own and not own[-1].can_resume and (change := changed_file(own[-1])):
+            _log_skipped(own[-1], change)
+            every.remove(own.pop())
         if own and not own[-1].can_resume and is_last(own[-1]):
             raise RunEnded(f"The run is complete: {own[-1].path} is its last checkpoint.", status=0)
         latest = next((one for one in reversed(own) if one.can_resume), None)
@@ -233,7 +247,7 @@ def _checkpoint_at(wanted: object) -> Checkpoint:
             f"`resume_from_checkpoint` must be True, False, auto or a checkpoint path, but is {quote(wanted)} instead."
         )
     path = Path(wanted)
-    if not (path / STATE_NAME).exists():
+    if not (path / RECIPE_STATE_NAME).exists():
         stock = stock_checkpoint(path.absolute().parent, in_background=False)
         if stock is not None and stock.path.samefile(path):
             return stock
@@ -279,8 +293,11 @@ def stock_checkpoint(folder: Path, *, in_background: bool) -> Checkpoint | None:
 
 
 def _is_own(stock: Checkpoint) -> bool:
-    """Whether this package wrote the files, also if they are damaged now, and torchtune has not written them again."""
-    if not (stock.path / STATE_NAME).exists():
+    """Whether this package wrote the files, also if they are damaged now, and torchtune has not written them again.
+
+    Only this package saves the optimizer state in the epoch. torchtune copies the state file of a base model there.
+    """
+    if not (stock.path / RECIPE_STATE_NAME).exists():
         return False
     try:
         listed = read_state(stock.path)[0].digests.get(RECIPE_STATE_NAME)
