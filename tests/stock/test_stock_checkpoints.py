@@ -18,7 +18,7 @@ from tests.support.full_disk import FullDisk, full_in_each_call
 from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import CheckpointError
-from torchtune_adaptive.stock.checkpoints import AtomicCheckpointer, WholeCheckpointClient
+from torchtune_adaptive.stock.checkpoints import RECIPE_STATE, AtomicCheckpointer, WholeCheckpointClient
 from torchtune_adaptive.stock.resume import stock_checkpoint
 from torchtune_adaptive.training.checkpoints.folder import RANK_STATES_NAME, STATE_NAME, Checkpoint, CheckpointFolder
 from torchtune_adaptive.training.folder_lock import FolderReplacedError
@@ -101,6 +101,28 @@ def test_each_epoch_is_a_checkpoint_with_its_files_and_the_last_one_has_the_reci
     assert [one.path.name for one in recipe.found()] == ["epoch_0", "epoch_1", "epoch_2"]
     assert [one.can_resume for one in recipe.found()] == [False, True, False]
     assert [one.state for one in recipe.found()] == [replace(STATE, epochs_run=epochs_run) for epochs_run in (1, 2, 3)]
+
+
+def test_a_base_models_folder_may_have_folders_of_a_run(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the output folder of an earlier run, which torchtune copies into each epoch."""
+    folders = ("epoch_0", "recipe_state", "step_1")
+    save = Torchtunes.save_checkpoint
+
+    def copying(torchtunes: Torchtunes, state_dict: dict[str, Any], epoch: int, **options: Any) -> None:
+        save(torchtunes, state_dict, epoch, **options)
+        for name in folders:
+            (torchtunes._output_dir / f"epoch_{epoch}" / name).mkdir()
+            (torchtunes._output_dir / f"epoch_{epoch}" / name / STATE_NAME).write_text("{}")
+
+    monkeypatch.setattr(Torchtunes, "save_checkpoint", copying)
+    for epoch in range(EPOCHS):
+        recipe.save(epoch)
+        recipe.whole.check_saved(Consensus(), is_last=True)
+    assert [one.path.name for one in recipe.found()] == ["epoch_0", "epoch_1", "epoch_2"]
+    copied = [f"{name}/{STATE_NAME}" for name in folders]
+    assert recipe.files() == sorted(
+        [*of_epoch(0, *copied), *of_epoch(1, *copied, "recipe_state.pt"), *of_epoch(2, *copied), str(RECIPE_STATE)]
+    )
 
 
 def test_without_hard_links_the_recipes_state_is_copied(recipe: Recipe) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from omegaconf import DictConfig
 from safetensors import SafetensorError
@@ -112,12 +113,13 @@ class AtomicCheckpointer:
 
     def _finish(self, name: str, written: Path) -> None:
         assert self._state is not None, "`set_state` comes first"
-        for path in list((written / name).iterdir()):
-            path.rename(written / path.name)
-        (written / name).rmdir()
         if (written / RECIPE_STATE).exists():
             (written / RECIPE_STATE).rename(written / RECIPE_STATE_NAME)
             (written / RECIPE_STATE).parent.rmdir()
+        epoch = (written / name).rename(written / uuid4().hex)  # the base model's folder may have `name`
+        for path in list(epoch.iterdir()):
+            path.rename(written / path.name)
+        epoch.rmdir()
         path = self._folder.finish(name, self._state)
         if (path / RECIPE_STATE_NAME).exists():
             _link(path / RECIPE_STATE_NAME, self._folder.path / RECIPE_STATE)
