@@ -129,6 +129,14 @@ def test_a_sample_without_images_trains_as_without_the_encoder(rows: Rows) -> No
             COLLATE(torchtunes)
 
 
+def test_a_sample_with_an_image_and_no_token_gets_one_that_does_not_count(rows: Rows) -> None:
+    kind = format_of(rows)
+    masks = [mask[:0] for mask in rows[0]["encoder_mask"]]
+    batch = kind.collating(COLLATE)([rows[0] | {"tokens": [], "labels": [], "encoder_mask": masks}])
+    assert shapes(batch) == (1, 1, 1, 1)
+    assert batch["labels"].tolist() == [[CROSS_ENTROPY_IGNORE_IDX]]
+
+
 def test_samples_with_images_are_collated_by_torchtune_alone(rows: Rows) -> None:
     with_images = [rows[0], rows[2]]
     ours, torchtunes = format_of(rows).collating(COLLATE)(with_images), COLLATE(with_images)

@@ -143,6 +143,10 @@ def test_padding_is_that_of_the_last_cut_of_each_step_since_it_was_last_taken() 
     assert batches.take_padding() == pytest.approx(1 - (4 + 4 + 3) / (6 + 4 + 4))
 
 
+def test_rows_without_tokens_are_padded_to_one() -> None:
+    assert [batcher(RowLimit(2)).padded_tokens(MicroBatch(rows_of(*lengths))) for lengths in ((0, 0), (0, 3))] == [2, 6]
+
+
 # ---- measured steps
 
 

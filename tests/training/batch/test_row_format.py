@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchtune.data import padded_collate_dpo, padded_collate_packed
+from torchtune.data import padded_collate_dpo, padded_collate_packed, padded_collate_sft
 from torchtune.datasets import ConcatDataset, PackedDataset
 
 from tests.support.toys import OneOf, Samples
@@ -117,6 +117,28 @@ def test_a_silent_pack_keeps_its_length() -> None:
     assert silent["labels"].dtype == pack["labels"].dtype
 
 
+# ---- rows without tokens
+
+COLLATE: Any = padded_collate_sft
+EMPTY: Row = {"tokens": [], "labels": []}
+
+
+def test_a_row_without_tokens_can_be_probed_and_be_in_a_dry_run() -> None:
+    assert worst_case(Samples(0, 3)) == {"tokens": [0, 0, 0], "labels": [0, 0, 0]}
+    collate = ROWS.collating(COLLATE)
+    batches = [collate(batch) for batch in ROWS.small_batches([EMPTY, EMPTY], 2)]
+    assert [batch["tokens"].tolist() for batch in batches] == [[[0]], [[0], [0]]]
+    assert [batch["labels"].tolist() for batch in batches] == [[[-100]], [[-100], [-100]]]
+
+
+def test_batches_that_have_tokens_are_collated_as_by_torchtune_also_with_rows_without() -> None:
+    full: Row = {"tokens": [5, 6], "labels": [5, 6]}
+    for rows in ([full], [full, EMPTY], [EMPTY, full]):
+        ours, torchtunes = ROWS.collating(COLLATE)(rows), COLLATE(rows)
+        torch.testing.assert_close(ours, torchtunes, rtol=0, atol=0)
+    assert EMPTY == {"tokens": [], "labels": []}
+
+
 # ---- what is refused
 
 
@@ -180,3 +202,26 @@ def test_a_silent_pair_has_no_label() -> None:
     row = PAIRS.masked(pair(9, 3))
     assert set(row["chosen_labels"] + row["rejected_labels"]) == {-100}
     assert len(row["chosen_labels"]) == len(row["chosen_input_ids"]) == 9
+
+
+def test_a_pair_with_other_columns_is_left_as_it_is() -> None:
+    """They may be of each pair, as a margin, or of each token."""
+    row = pair(40, 30)
+    assert {len(values) for values in PAIRS.shortened(row, 16).values()} == {16}
+    for value in (0.5, None, [1] * 40):
+        with_column = row | {"margin": value}
+        assert PAIRS.shortened(with_column, 16) is with_column
+        assert PAIRS.stretched(with_column, 9)["margin"] is value
+        assert set(PAIRS.masked(with_column)["chosen_labels"]) == {-100}
+
+
+def test_a_first_pair_without_tokens_gets_one_that_does_not_count() -> None:
+    collate: Any = PAIRS.collating(padded_collate_dpo)  # pyright: ignore[reportArgumentType]
+    tokens, labels = collate([pair(0, 0)])
+    assert (tokens.tolist(), labels.tolist()) == ([[0], [0]], [[-100], [-100]])
+    tokens, labels = collate([pair(0, 0), pair(2, 1)])  # torchtune makes them numbers with a fraction
+    assert (tokens.tolist(), labels.tolist()) == (
+        [[0, 0], [1, 2], [0, 0], [1, 0]],
+        [[-100, -100], [-100, 2], [-100, -100], [1, -100]],
+    )
+    assert not tokens.is_floating_point()

@@ -84,7 +84,7 @@ class ImageRows(TokenRows):
         return self._text(dataset[0], tokens) | parts
 
     def collating(self, collate: Callable[[Sequence[Row]], Any]) -> Callable[[Sequence[Row]], Any]:
-        return lambda rows: collate([self._with_images(row) for row in rows])
+        return super().collating(lambda rows: collate([self._with_images(row) for row in rows]))
 
     def _text(self, row: Row, length: int) -> Row:
         """The sample's text repeated or truncated. The model cannot predict an image's token, so it is no label."""

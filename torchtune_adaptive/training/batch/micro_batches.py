@@ -154,8 +154,8 @@ class MicroBatcher:
         return len(rows), lambda number: MicroBatch([max(rows, key=self.row_format.padded_tokens)] * number)
 
     def padded_tokens(self, micro_batch: MicroBatch) -> int:
-        """The tokens of a micro-batch, padding included."""
-        return len(micro_batch.rows) * max(self._lengths(micro_batch.rows))
+        """The tokens of a micro-batch, padding included: at least one per row."""
+        return len(micro_batch.rows) * max(1, *self._lengths(micro_batch.rows))
 
     def take_padding(self) -> float:
         """The share of padding in this rank's micro-batches since the last call."""

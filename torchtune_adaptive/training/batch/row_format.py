@@ -48,9 +48,10 @@ class RowFormat(ABC):
     def stretched(self, row: Row, length: int) -> Row:
         """The sample repeated or truncated to ``length`` tokens, all of which count in the loss."""
 
-    @abstractmethod
     def shortened(self, row: Row, length: int) -> Row:
-        """The sample truncated to ``length`` tokens. Packed samples are returned as they are."""
+        """The sample truncated to ``length`` tokens. It is returned as it is if it is packed or has other keys."""
+        can_be_cut = set(row) <= {*self.keys, "mask"} and isinstance(row[self.keys[0]], list)
+        return {name: values[:length] for name, values in row.items()} if can_be_cut else row
 
     @abstractmethod
     def masked(self, row: Row) -> Row:
@@ -121,8 +122,17 @@ class RowFormat(ABC):
         return [[self.shortened(first, small)], [self.shortened(row, large) for row in rows]]
 
     def collating(self, collate: Callable[[Sequence[Row]], Any]) -> Callable[[Sequence[Row]], Any]:
-        """``collate``, for samples of this format."""
-        return collate
+        """``collate``, for samples of this format. A first row without tokens gets one that does not count in the loss.
+
+        torchtune's models take no batch without tokens, and that for pairs none whose first row has none.
+        """
+
+        def collated(rows: Sequence[Row]) -> Any:
+            if not self.num_tokens(rows[0]):
+                rows = [self.masked(self.stretched(rows[0], 1)), *rows[1:]]
+            return collate(rows)
+
+        return collated
 
     def _lengths(self, dataset: Any, consensus: Consensus, *, task: str) -> Iterator[tuple[int, int]]:
         """Index and length of each sample of this rank's share."""
@@ -154,10 +164,6 @@ class TokenRows(RowFormat):
         tokens = repeated(row["tokens"], length)
         return row | {"tokens": tokens, "labels": list(tokens)}
 
-    def shortened(self, row: Row, length: int) -> Row:
-        can_be_cut = set(row) <= {"tokens", "labels", "mask"} and isinstance(row["tokens"], list)
-        return {name: values[:length] for name, values in row.items()} if can_be_cut else row
-
     def masked(self, row: Row) -> Row:
         short = self.shortened(row, _DRY_RUN_TOKENS[0])
         labels = short["labels"]
@@ -181,10 +187,7 @@ class PreferenceRows(RowFormat):
     def stretched(self, row: Row, length: int) -> Row:
         longest = max(row["chosen_input_ids"], row["rejected_input_ids"], key=len)
         tokens = repeated(longest, length)
-        return {f"{answer}_{part}": list(tokens) for answer in _ANSWERS for part in _PARTS}
-
-    def shortened(self, row: Row, length: int) -> Row:
-        return {name: values[:length] for name, values in row.items()}
+        return row | {f"{answer}_{part}": list(tokens) for answer in _ANSWERS for part in _PARTS}
 
     def masked(self, row: Row) -> Row:
         short = self.shortened(row, _DRY_RUN_TOKENS[0])
@@ -231,6 +234,6 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 
 def repeated(tokens: Sequence[int] | torch.Tensor, length: int) -> list[int]:
-    """``tokens``, repeated or truncated to ``length``."""
-    values = tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
-    return (values * (length // max(len(values), 1) + 1))[:length]
+    """``tokens``, repeated or truncated to ``length``; the token 0 if there are none."""
+    values = (tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)) or [0]
+    return (values * (length // len(values) + 1))[:length]
