@@ -283,7 +283,7 @@ def save_by_stock_on(base: Path, path: Path, *, epochs_run: int) -> Checkpoint:
 @pytest.mark.parametrize("has_optimizer_state", [True, False], ids=["of an epoch", "of the last epoch"])
 @pytest.mark.parametrize("epochs_run", [1, 2, 3])
 def test_torchtunes_epochs_are_its_own_also_with_a_copy_of_the_state_of_their_base_model(
-    run: Run, epochs_run: int, has_optimizer_state: bool, tmp_path: Path
+    run: Run, epochs_run: int, has_optimizer_state: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """That state is of a run of two epochs, which is complete, or has more epochs than torchtune's."""
     model = "model-00001-of-00001.bin"
@@ -293,6 +293,7 @@ def test_torchtunes_epochs_are_its_own_also_with_a_copy_of_the_state_of_their_ba
     for epochs in (2, 5):
         for wanted in (True, "auto", str(stock.path)):
             assert new.find(wanted, epochs=epochs) == stock
+    assert f"Skipped checkpoint {stock.path}." not in caplog.text
     (stock.path / STATE_NAME).write_text("{}")  # of another version
     assert new.find(str(stock.path)) == stock
     own = new.save("epoch_3", epochs_run=4, with_recipe_state=True, run=OTHER)
