@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from torchtune_adaptive import InputError
+from torchtune_adaptive.errors import CannotCutError
 from torchtune_adaptive.integrations.batches import IGNORED, TrainerBatch, TrainerBatches
 
 
@@ -73,7 +74,12 @@ def test_whole_batches_of_equally_many_samples_are_joined() -> None:
 
 def test_rows_of_joined_batches_are_padded_at_their_end() -> None:
     short = {"input_ids": [[5], [6]], "labels": [[5], [6]], "attention_mask": [[1], [1]], "weight": [0.5, 0.6]}
-    long = {"input_ids": [[7, 8]] * 2, "labels": [[7, 8]] * 2, "attention_mask": [[0, 1]] * 2, "weight": [0.7, 0.8]}
+    long = {
+        "input_ids": [[7, 8]] * 2,
+        "labels": [[IGNORED, 8]] * 2,
+        "attention_mask": [[0, 1]] * 2,
+        "weight": [0.7, 0.8],
+    }
     batches = [
         TrainerBatch({name: torch.tensor(value) for name, value in one.items()}, None, 1) for one in (short, long)
     ]
@@ -82,7 +88,7 @@ def test_rows_of_joined_batches_are_padded_at_their_end() -> None:
     (part,) = cutter.cut(batches)
     assert {name: one.tolist() for name, one in part.inputs.items() if name != "weight"} == {
         "input_ids": [[5, 3], [6, 3], [7, 8], [7, 8]],
-        "labels": [[5, IGNORED], [6, IGNORED], [7, 8], [7, 8]],
+        "labels": [[5, IGNORED], [6, IGNORED], [IGNORED, 8], [IGNORED, 8]],
         "attention_mask": [[1, 0], [1, 0], [0, 1], [0, 1]],
     }
     assert part.inputs["weight"].tolist() == pytest.approx([0.5, 0.6, 0.7, 0.8])
@@ -125,8 +131,177 @@ def test_a_trial_of_joined_batches_takes_samples_of_two_that_are_padded_to_other
     cutter = TrainerBatches(4)
     cutter.joins = True
     one, other, both = cutter.trial_batches([whole, as_long, shorter])[0]
-    assert [part.inputs["labels"].tolist() for part in (one, other)] == [[[1, 2, 3]], [[6, 7]]]
-    assert both.inputs["labels"].tolist() == [[1, 2, 3], [6, 7, ignored]]
+    assert [part.inputs["labels"].tolist() for part in (one, other)] == [[[1, 2, 3]], [[ignored, 7]]]
+    assert both.inputs["labels"].tolist() == [[1, 2, 3], [ignored, 7, ignored]]
+
+
+def of_columns(**values: Any) -> TrainerBatch:
+    return TrainerBatch({name: torch.tensor(value) for name, value in values.items()}, None, 1)
+
+
+def test_batches_of_different_columns_are_not_joined() -> None:
+    common: dict[str, Any] = {"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}
+    cutter, first = TrainerBatches(4), of_columns(**common, token_type_ids=[[0, 0]])
+    assert cutter.can_be_joined([first, first])
+    assert not cutter.can_be_joined([first, of_columns(**common)])
+    assert not cutter.can_be_joined([of_columns(**common), first])
+    assert not cutter.can_be_joined([first, of_columns(**common, token_type_ids=[[0.0, 0.0]])])
+
+
+@pytest.mark.parametrize(
+    ("labels", "known", "can"),
+    [
+        ([[5, 6, IGNORED], [5, 6, 7]], False, True),
+        ([[5, 6, 0], [5, 6, 7]], True, False),  # its loss may ignore 0, and have no class of -100
+        ([[5, 6, 7], [5, 6, 7]], False, False),  # there may be no label of -100
+        ([[5, 6, 7], [5, 6, 7]], True, True),
+        ([[IGNORED, 6, 7], [5, 6, 7]], False, True),
+    ],
+)
+def test_batches_of_several_lengths_are_joined_only_if_labels_of_padding_are_known(
+    labels: list[list[int]], known: bool, can: bool
+) -> None:
+    masks = [[1, 1, int(labels[0][2] in (6, 7))], [1, 1, 1]]
+    long = of_columns(input_ids=labels, attention_mask=masks, labels=labels)
+    short = of_columns(input_ids=[[5, 6]] * 2, attention_mask=[[1, 1]] * 2, labels=[[5, 6]] * 2)
+    cutter = TrainerBatches(4)
+    cutter.ignores_labels = known
+    assert cutter.can_be_joined([long, short]) is cutter.can_be_joined([short, long]) is can
+    assert cutter.can_be_joined([long, long])
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_trial_of_joined_batches_pads_one_of_two_samples_if_all_batches_are_equally_long(is_left: bool) -> None:
+    full, short = [1, 1, 1, 1], [0, 0, 1, 1] if is_left else [1, 1, 0, 0]
+    batches = [
+        of_columns(input_ids=[full], attention_mask=[full]),
+        of_columns(input_ids=[short], attention_mask=[short]),
+    ]
+    cutter = TrainerBatches(4)
+    cutter.joins = True
+    others = [batches[0], of_columns(input_ids=[[1] * 5], attention_mask=[[1] * 5])]
+    assert cutter.lacks_padding(others)
+    assert not cutter.lacks_padding(batches)
+    one, other, both = cutter.trial_batches(batches)[0]
+    assert [part.inputs["attention_mask"].tolist() for part in (one, other)] == [[full], [[1, 1]]]
+    assert both.inputs["attention_mask"].tolist() == [full, [1, 1, 0, 0]]
+    assert cutter.lacks_padding(others)
+    cutter.scale_by(1.0)
+    assert not cutter.lacks_padding(others)
+
+
+def test_a_trial_of_rows_without_padding_has_not_seen_what_padding_does() -> None:
+    equal, longer = (of_columns(input_ids=[[1] * size], attention_mask=[[1] * size]) for size in (4, 5))
+    cutter = TrainerBatches(4)
+    cutter.joins = True
+    for second in (equal, longer):
+        cutter.trial_batches([equal, second])
+        cutter.scale_by(1.0)
+        assert cutter.lacks_padding([equal, longer])
+    cutter.joins = False
+    assert not cutter.lacks_padding([equal, longer])
+
+
+def weighted(inputs: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(inputs["logits"], inputs["labels"], weight=torch.tensor([1.0, 1.0, 9.0]))
+
+
+def over_those_that_count(inputs: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(inputs["logits"], inputs["labels"])
+
+
+def over_samples(inputs: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(inputs["logits"], inputs["labels"], reduction="none").mean()
+
+
+def over_tokens(inputs: Any) -> torch.Tensor:
+    valid = inputs["labels"] != IGNORED
+    return (inputs["labels"] * valid).sum() / valid.sum()
+
+
+def masked(inputs: Any) -> torch.Tensor:
+    return (inputs["input_ids"] * inputs["loss_mask"]).sum() / inputs["loss_mask"].sum()
+
+
+def sample_weights(inputs: Any) -> torch.Tensor:
+    return (inputs["labels"] * inputs["weight"]).sum() / inputs["weight"].sum()
+
+
+def of_logits(*labels: int) -> dict[str, Any]:
+    return {
+        "logits": torch.randn(len(labels), 3, generator=torch.Generator().manual_seed(0)).tolist(),
+        "labels": labels,
+    }
+
+
+@pytest.mark.parametrize(
+    ("loss", "values", "is_mean"),
+    [
+        (over_samples, of_logits(0, 0, 1, 2), True),
+        (over_samples, of_logits(0, 1, IGNORED, 1), True),
+        (weighted, of_logits(0, 0, 0, 2), False),
+        (over_those_that_count, of_logits(0, 1, IGNORED, 1), False),
+        (over_tokens, {"labels": [[1, 2, 3], [3, 4, 8], [9, IGNORED, IGNORED]]}, False),
+        (over_tokens, {"labels": [[1, 2, 3, IGNORED], [3, 4, 8, IGNORED]]}, False),
+        (masked, {"input_ids": [[1, 2], [4, 5], [7, 9]], "loss_mask": [[1, 1], [1, 1], [0, 1]]}, False),
+        (sample_weights, {"labels": [1.0, 2.0, 5.0], "weight": [1.0, 1.0, 7.0]}, False),
+    ],
+)
+def test_a_mean_with_other_weights_than_samples_does_not_look_like_one_over_samples(
+    loss: Any, values: dict[str, Any], is_mean: bool
+) -> None:
+    one, other, both = (
+        loss(part.inputs) / part.divisor for part in TrainerBatches(4).trial_batches([of_columns(**values)])[0]
+    )
+    assert any(torch.allclose(both, factor * (one + other), rtol=0.02) for factor in (0.5, 1.0, 2.0)) is is_mean
+
+
+@pytest.mark.parametrize("row", [2, 5])
+def test_each_part_of_a_pair_may_weigh_it(row: int) -> None:
+    masks = [[int(number != row), 1] for number in range(6)]  # of three pairs, of which the last one has an own mask
+    batch = of_columns(input_ids=[[1], [2], [3], [4], [5], [6]], loss_mask=masks)
+    parts = TrainerBatches(4, rows_per_sample=2).trial_batches([batch])[0]
+    assert [part.inputs["input_ids"].flatten().tolist() for part in parts] == [[1, 4], [3, 6], [1, 3, 4, 6]]
+
+
+def test_a_trial_takes_samples_of_the_batch_in_which_they_differ_the_most() -> None:
+    equal, unequal = (of_columns(index=[[0]] * 3, labels=labels) for labels in ([1, 1, 1], [2, 3, 3]))
+    one, other, _ = TrainerBatches(4).trial_batches([equal, unequal])[0]
+    assert [part.inputs["labels"].tolist() for part in (one, other)] == [[3], [2]]
+
+
+def test_samples_that_differ_in_what_no_trial_has_seen_tell_more() -> None:
+    def masks(*lengths: int, first: tuple[int, ...] = (1,)) -> TrainerBatch:
+        rows = [[int(place < length) for place in range(40)] for length in lengths]
+        return of_columns(input_ids=rows, loss_mask=rows, labels=[*first, *(1 for _ in lengths[1:])])
+
+    cutter = TrainerBatches(2)
+    assert not cutter.tells_more([masks(20, 20), masks(40, 40)])  # rows of two batches do not meet
+    for lengths in ((20, 20, 22), (20, 26), (20, 40)):
+        assert cutter.tells_more([masks(20, 20), masks(*lengths)])
+        cutter.trial_batches([masks(20, 20), masks(*lengths)])
+        assert cutter.tells_more([masks(*lengths)])  # there was no verdict
+        cutter.trial_batches([masks(*lengths)])
+        cutter.scale_by(1.0)
+        assert not cutter.tells_more([masks(*lengths)])
+    assert not cutter.tells_more([masks(1, 40)])
+    assert cutter.tells_more([masks(20, 20, first=(0,))])
+    cutter.forget_trials()
+    assert cutter.tells_more([masks(20, 22)])
+
+
+def test_a_trial_that_finds_nothing_leaves_the_factor() -> None:
+    cutter, samples = TrainerBatches(3), [batch([[1], [2], [3], [4]])]
+    cutter.scale_by(0.5)
+    assert [one.weight for one in cutter.trial_batches(samples)[0]] == [1.0] * 3
+    assert [one.weight for one in cutter.cut(samples)] == pytest.approx([0.75, 0.25])
+
+
+def test_batches_that_must_stay_whole_are_not_tried() -> None:
+    cutter = TrainerBatches(3)
+    cutter.why_whole = "a reason"
+    with pytest.raises(CannotCutError, match="must not be cut into micro-batches: a reason"):
+        cutter.trial_batches([batch([[1], [2]])])
 
 
 @pytest.mark.parametrize(("pair", "expected"), [((0, 1), [[1], [3], [1, 3]]), ((2, 3), [[0], [2], [0, 2]])])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from torchtune_adaptive import InputError
-from torchtune_adaptive.integrations.known_trainers import samples_are_pairs, why_refused
+from torchtune_adaptive.integrations.known_trainers import has_own_loss, samples_are_pairs, why_refused, why_whole
 
 
 def trainer(**changes: Any) -> Any:
@@ -53,7 +53,6 @@ def trainer(**changes: Any) -> Any:
         ({"activation_offloading": True}, "`activation_offloading` must be off"),
         ({"padding_free": True}, "documents in one row"),
         ({"_is_vlm": True}, "takes images"),
-        ({"loss_types": ["sigmoid", "aot"]}, "`loss_type` ['aot'] sorts samples"),
     ],
 )
 def test_arguments_that_do_not_allow_recovery_are_refused(changes: dict[str, Any], reason: str) -> None:
@@ -71,6 +70,25 @@ def test_arguments_that_do_not_allow_recovery_are_refused(changes: dict[str, Any
 )
 def test_what_matters_for_several_processes_or_the_last_batch_only_is_allowed(changes: dict[str, Any]) -> None:
     assert why_refused(trainer(**changes)) == ""
+
+
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired", "sft"])
+def test_batches_stay_whole_for_losses_that_are_no_mean_over_pairs(loss: str) -> None:
+    assert why_whole(trainer()) == why_whole(SimpleNamespace()) == ""
+    assert why_whole(trainer(loss_types=["sigmoid", loss])) == f"`loss_type` ['{loss}'] mixes them"
+
+
+def test_a_loss_is_a_users_own_unless_it_is_transformers_or_trls() -> None:
+    def of(module: str, function: Any = None) -> Any:
+        def compute_loss(_: Any) -> None: ...
+
+        compute_loss.__module__ = module
+        return type("Mine", (), {"compute_loss": compute_loss, "compute_loss_func": function})()
+
+    assert not has_own_loss(of("trl.trainer.sft_trainer"))
+    assert not has_own_loss(of("transformers.trainer"))
+    assert has_own_loss(of("__main__"))
+    assert has_own_loss(of("transformers.trainer", len))
 
 
 def of_package(package: str, name: str, base: type = object) -> type:

@@ -31,7 +31,17 @@ from transformers import (
 )
 
 from tests.integrations import trainers
-from tests.integrations.trainers import BATCH, KINDS, LIMITS, comparisons, difference, make, trained, with_fault
+from tests.integrations.trainers import (
+    BATCH,
+    KINDS,
+    LIMITS,
+    MeanOverTokens,
+    comparisons,
+    difference,
+    make,
+    trained,
+    with_fault,
+)
 from tests.support import ranks
 from tests.support.documents import DOCUMENTS, blocks
 from tests.support.ranks import run_on_ranks
@@ -314,6 +324,8 @@ def test_errors_are_raised_on_all_ranks() -> None:
     assert [text[:60] for text in one] == [
         "InputError: A model that `DistributedConfig` has sharded can",
         "NothingFitsError: not even one row fits: in step 2 rank 1 ra",
+        "CannotCutError: Samples must not be cut into micro-batches: ",
+        "after step 1",
     ]
 
 
@@ -333,7 +345,6 @@ def test_gathers_in_losses_are_refused_on_all_ranks_and_metrics_equal_the_plain_
     ("kind", "args", "text"),
     [
         ("sft", {"packing": True}, "documents in one row cannot be cut apart"),
-        ("dpo", {"loss_type": ["sigmoid", "aot"]}, "`loss_type` ['aot'] sorts samples"),
     ],
 )
 def test_arguments_that_do_not_allow_recovery_are_refused(kind: str, args: dict[str, Any], text: str) -> None:
@@ -412,6 +423,7 @@ def test_a_mean_over_samples_that_cannot_be_scaled_is_refused() -> None:
 
 MIXED = "must not be cut into micro-batches: the loss or a layer mixes the samples"
 NO_SUM = "Results of micro-steps must add up"
+BY_NAME = r"`loss_type` \['sft'\] mixes them"
 
 
 def assert_needs_whole_batches(make_trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -423,7 +435,7 @@ def assert_needs_whole_batches(make_trainer: Any, caplog: pytest.LogCaptureFixtu
     for size in (1, BATCH - 1):
         smaller = make_trainer(options={"micro_batch_size": size})
         before = {name: one.clone() for name, one in smaller.model.state_dict().items()}
-        with pytest.raises(CannotCutError, match=f"{MIXED}|{NO_SUM}"):
+        with pytest.raises(CannotCutError, match=f"{MIXED}|{NO_SUM}|{BY_NAME}"):
             smaller.train()
         assert all(torch.equal(one, before[name]) for name, one in smaller.model.state_dict().items())
 
@@ -463,17 +475,141 @@ def test_a_term_divided_by_the_number_of_batches_equals_the_plain_trainers() -> 
     assert difference(trained(make("trainer", options={"micro_batch_size": 1}, **common)), plain)[0] < 1e-6
 
 
-class MeanOverTokens(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return model(**inputs).loss / self.current_gradient_accumulation_steps
-
-
 def test_a_mean_over_tokens_needs_whole_batches(caplog: pytest.LogCaptureFixture) -> None:
     assert_needs_whole_batches(lambda **more: make("trainer", base=MeanOverTokens, **more), caplog)
 
 
+def rows_of(*lengths: int) -> list[dict[str, list[int]]]:
+    chance = random.Random(0)
+    return [{"input_ids": [chance.randint(3, 60) for _ in range(length)]} for length in lengths]
+
+
+def test_a_mean_over_tokens_is_found_out_in_a_later_step_if_the_rows_of_the_first_are_equally_long() -> None:
+    trainer = make(
+        "trainer",
+        base=MeanOverTokens,
+        train_sampling_strategy="sequential",
+        options={"train_dataset": rows_of(*[9] * BATCH, *range(3, 99)), "micro_batch_size": 2},
+    )
+    with pytest.raises(CannotCutError, match=MIXED):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+class WeightedClasses(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        labels = inputs.pop("labels")
+        return nn.functional.cross_entropy(model(**inputs).logits, labels, weight=torch.tensor([1.0, 9.0]))
+
+
+@pytest.mark.parametrize("labels", [(0, 0, 0, 1), (0, 1, -100, 1)])
+def test_a_mean_over_weighted_classes_needs_whole_batches(
+    labels: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    def make_one(options: dict[str, Any], **more: Any) -> Any:
+        torch.manual_seed(0)
+        model = LlamaForSequenceClassification.from_pretrained(trainers.saved_model("trainer"), num_labels=2)
+        model.config.pad_token_id = 0
+        data = [{**row, "label": label} for row, label in zip(rows_of(*[6] * 32), 8 * labels, strict=True)]
+        given = {"model": model, "train_dataset": data, "data_collator": with_one_label, **options}
+        same = {"train_sampling_strategy": "sequential", "remove_unused_columns": False}
+        return make("trainer", base=WeightedClasses, options=given, **same, **more)
+
+    assert_needs_whole_batches(make_one, caplog)
+
+
+def with_one_label(samples: list[Any]) -> dict[str, torch.Tensor]:
+    return {**trainers.collate(samples), "labels": torch.tensor([one["label"] for one in samples])}
+
+
+class LastToken(Trainer):
+    """A user's own trainer, whose loss looks at the last token, which is padding in joined batches."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        labels = inputs.pop("labels")
+        return nn.functional.cross_entropy(model(**inputs).logits[:, -1], labels[:, -1].clamp(min=0))
+
+
+class IgnoresZero(Trainer):
+    """A user's own trainer, whose labels are padded with 0: -100 is no class."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits[:, :-1]
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+        return losses.view(len(labels), -1).sum(dim=1).mean()
+
+
+def with_zeros(samples: list[Any]) -> dict[str, torch.Tensor]:
+    batch = trainers.collate(samples)
+    return {**batch, "labels": batch["labels"].clamp(min=0)}
+
+
+def with_types(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """A column that only some batches have."""
+    batch = trainers.collate(samples)
+    is_long = batch["input_ids"].shape[1] > 10
+    return {**batch, "token_type_ids": batch["input_ids"] % 2} if is_long else batch
+
+
+class Types(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Any:
+        scale = 1 + inputs.pop("token_type_ids", torch.zeros_like(inputs["input_ids"]))[..., None]
+        embedded = model.get_input_embeddings()(inputs.pop("input_ids")) * scale
+        return model(inputs_embeds=embedded, **inputs, num_items_in_batch=num_items_in_batch).loss
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize(
+    ("base", "collate"), [(LastToken, trainers.collate), (IgnoresZero, with_zeros), (Types, with_types)]
+)
+def test_batches_of_other_padding_or_columns_train_as_the_plain_trainers(
+    base: type, collate: Any, is_reversed: bool
+) -> None:
+    """Those of the first step, or of the second, are equally long."""
+    lengths = [8, 7, 5, 8, 8, 6, 8, 8, 30, 4, 3, 4, 5, 4, 3, 2]
+    assert_joined_equals_plain(base, lengths[::-1] if is_reversed else lengths, data_collator=collate)
+
+
+def assert_joined_equals_plain(base: type, lengths: list[int], *, tells_more: bool = True, **options: Any) -> None:
+    common: dict[str, Any] = {"accumulation": 2, "dropout": 0.0, "optim": "sgd", "max_steps": 2}
+    common |= {"base": base, "train_sampling_strategy": "sequential"}
+    options |= {"train_dataset": rows_of(*lengths)}
+    plain = trained(make("trainer", is_adaptive=False, options=options, **common))
+    trainer = make("trainer", options={**options, "micro_batch_size": 2 * BATCH}, **common)
+    if not tells_more:
+        trainer._batches.tells_more = lambda _: False
+    parameters, logs = difference(trained(trainer), plain)
+    assert parameters < 1e-6
+    assert max(logs.values(), default=0) < 1e-4
+
+
+def test_rows_of_several_lengths_are_not_joined_while_no_trial_has_seen_padding() -> None:
+    assert_joined_equals_plain(LastToken, [8] * 2 * BATCH + [30, 4, 3, 4, 5, 4, 3, 2], tells_more=False)
+
+
+def test_a_training_resumed_before_a_short_step_searches_after_it(tmp_path: Path) -> None:
+    """17 batches of one row: the third step of an epoch has one only."""
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    def make_one(callbacks: Any) -> Any:
+        options = {"memory_limit": "64MiB", "train_dataset": rows_of(*range(3, 20)), "callbacks": callbacks}
+        one = make("trainer", accumulation=8, options=options, max_steps=4, per_device_train_batch_size=1, save_steps=1)
+        one.args.output_dir, one.args.save_strategy = str(tmp_path), "steps"
+        return one
+
+    make_one([Stops()]).train()
+    resumed = make_one([])
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert (resumed.state.global_step, resumed.micro_batch_size) == (4, 8)
+
+
 def test_a_preference_loss_that_is_no_mean_over_pairs_needs_whole_batches(caplog: pytest.LogCaptureFixture) -> None:
     assert_needs_whole_batches(lambda **more: make("dpo", loss_type=["sigmoid", "sft"], **more), caplog)
+    assert "`loss_type` ['sft'] mixes them" in caplog.text  # whatever two samples show
 
 
 def mixture_of_experts() -> Any:

@@ -418,21 +418,42 @@ def last_batch_on_rank(rank: int) -> Any:
     return difference(ours, trained(make("sft", is_adaptive=False, **common)))
 
 
+class MeanOverTokens(Trainer):
+    """A user's own trainer, whose loss is a mean over the tokens of a batch."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs).loss / self.current_gradient_accumulation_steps
+
+
 def errors_on_rank(rank: int) -> list[str]:
-    """The errors of adapters on a model that was sharded when it was loaded, and of a sample that does not fit."""
+    """The errors of adapters on a model that was sharded when it was loaded, and of a sample that does not fit.
+
+    And of a mean over tokens, if only rank 1 has rows of several lengths, and only after its first step.
+    """
     on_rank(rank)
     found = []
+    steps = 0
+
+    def collate_all(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        nonlocal steps
+        steps += 1
+        differs = rank == 1 and steps > 1
+        rows = [[5 + place, *range(10, 18 - 2 * place * differs)] for place in range(len(samples))]
+        return collate([{"input_ids": row} for row in rows])
+
+    mean = make("trainer", base=MeanOverTokens, options={"micro_batch_size": 2, "data_collator": collate_all})
     adapters = make("lora", sharding="load", options={"micro_batch_size": 1})
     too_large = make("sft", options={"micro_batch_size": 1})
     for run in (
         adapters.train,
         lambda: with_fault(too_large, step=1, micro_step=2, place=40, rank=1),
+        mean.train,
     ):
         try:
             run()
         except InputError as error:
             found.append(f"{type(error).__name__}: {error}")
-    return found
+    return [*found, f"after step {mean.state.global_step}"]
 
 
 class Gathers(Trainer):

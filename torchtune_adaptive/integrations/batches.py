@@ -1,6 +1,7 @@
 """The batches that a trainer has collated, cut into micro-batches."""
 
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from torch.nn.functional import pad
 
 from torchtune_adaptive.engine.recovery.columns import columns, map_columns
 from torchtune_adaptive.engine.recovery.micro_batches import Slices, chosen, consecutive
+from torchtune_adaptive.engine.recovery.trial import cannot_cut
 from torchtune_adaptive.errors import InputError, quote
 
 IGNORED = -100  # a label that transformers' losses leave out
@@ -22,6 +24,12 @@ _PADDING = {
     "completion_mask": 0,
     "assistant_masks": 0,
 }
+_VALID = "valid labels"  # an amount: how many labels [rows, tokens] of a sample count in a loss
+_LABEL = "label "  # and the one of a sample: an amount of 1
+_FAR_APART = 1 / 3  # two amounts of which one is twice the other: a larger difference would not tell more
+_LONGEST_SHARE = 3 / 4  # of the longer row: how long the other one may be, so that its padding is seen in a trial
+
+Amounts = dict[str, float]  # by what a loss may weigh a sample
 
 
 class TrainerBatch(NamedTuple):
@@ -62,8 +70,10 @@ class TrainerBatches(Slices):
         joins: whether batches of equally many samples may be joined. Rows are then padded at their end: see
             ``can_be_joined``.
         pad_token: for ``input_ids``.
+        ignores_labels: whether the loss is known to leave out labels of -100.
+        why_whole: why batches must not be cut, as part of a sentence, or "".
         factor: by how much the loss of both of two samples differs from the sum of each one's, as a trial has found. It
-            is then scaled.
+            is then scaled. None: not known.
 
     Raises:
         InputError: ``size`` is not an integer of at least 1.
@@ -80,46 +90,92 @@ class TrainerBatches(Slices):
         self._rows_per_sample = rows_per_sample
         self.joins = False
         self.pad_token = 0
-        self.factor = 1.0
+        self.ignores_labels = False
+        self.why_whole = ""
+        self.forget_trials()
+
+    def forget_trials(self) -> None:
+        """Begin as if there had been no trial."""
+        self.factor: float | None = None
+        self._tried: Amounts = {}  # the largest differences between the two samples of a trial that has found a factor
+        self._pads = False  # whether one of them was padded
+        self._last: tuple[Amounts, bool] = {}, False  # the same of the last trial
 
     def cut(self, samples: Sequence[TrainerBatch]) -> list[TrainerBatch]:
         """The micro-batches of all batches, in their order."""
-        return list(map(self._micro_batch, self._parts(samples)))
+        return [self._micro_batch(parts, self.factor or 1.0) for parts in self._parts(samples)]
 
     def trial_batches(
         self, samples: Sequence[TrainerBatch], pair: tuple[int, int] | None = (0, 1)
     ) -> list[list[TrainerBatch]]:
         """Each sample of the ``pair``, then both; to try next, each. Nothing if there is no sample.
 
-        Samples are numbered from the one with the most labels. If they all have equally many, a mean over labels looks
-        like one over samples. So if labels are ignored somewhere, half of the second sample's are. They are of the
-        largest batch, or of all if batches are joined.
+        A mean over labels, or one with weights, looks like one over samples if the two have equally many, or the same
+        weight. So they differ as much as possible in what a loss may weigh samples by: first in what no trial has seen.
+        If labels are ignored somewhere, the second has at most about half of the first one's; and if whole samples are,
+        it comes with one of them, and the first one twice. They are of one batch, or of several if batches are joined:
+        the second one then loses its own padding, and is padded as joined batches are.
+
+        Raises:
+            CannotCutError: batches must not be cut.
         """
+        if self.why_whole:
+            raise cannot_cut(self.why_whole)
         if not samples:
             return []
-        self.factor = 1.0
-        order = self._in_order(self._tried(samples))
+        order = self._in_order(samples)
         one, other = (order[number % len(order)] for number in pair or (0, 1))
-        changed = _with_other_labels(other, one)
-        first = (changed if one.batch is other.batch else one.batch, [one.number])
-        second = (changed, [other.number])
+        changed, rows, of_first = _with_fewer_labels(other, one), [other.number], [one.number]
+        ignored = [number for number in _ignored_samples(changed.inputs) if number != one.number]
+        if ignored and other.number not in ignored:
+            rows, of_first = [*rows, ignored[0]], 2 * of_first
+        if one.batch is other.batch:
+            first = (changed, of_first)
+        else:
+            first, changed = (one.batch, of_first), self._without_padding(changed, rows)
+        second = (changed, rows)
         alone = [self._micro_batch([first]), self._micro_batch([second])]
-        return [alone] if pair is None else [[*alone, self._micro_batch([first, second])], alone]
+        if pair is None:
+            return [alone]
+        shorter, longer = sorted(_padded_length(part.inputs) for part in alone)
+        amounts = [_sum(self._amounts(part.inputs)) for part in alone]
+        self._last = _differences(amounts), shorter <= _LONGEST_SHARE * longer
+        return [[*alone, self._micro_batch([first, second])], alone]
+
+    def tells_more(self, samples: Sequence[TrainerBatch]) -> bool:
+        """Whether samples that may meet in a micro-batch differ far more than those of all trials with a factor."""
+        return any(
+            self._untried([amounts for batch in group for amounts in self._amounts(batch.inputs)])
+            for group in self._groups(samples)
+        )
+
+    def lacks_padding(self, samples: Sequence[TrainerBatch]) -> bool:
+        """Whether batches are padded when they are joined, and no trial has seen what that does."""
+        return self.joins and not self._pads and not _have_one_shape(samples)
 
     def num_to_try(self, samples: Sequence[TrainerBatch]) -> int:
         """The samples of the largest batch, or of all, of which a trial can choose two."""
-        return sum(self.num_samples(one.inputs) for one in self._tried(samples))
+        numbers = [self.num_samples(one.inputs) for one in samples]
+        return sum(numbers) if self.joins else max(numbers, default=0)
 
     def can_be_joined(self, samples: Sequence[TrainerBatch]) -> bool:
-        """Whether there are several batches, and it is known how their rows are padded to one length.
+        """Whether there are several batches of equal columns, and it is known how their rows are padded to one length.
 
-        Rows may be padded at their end, whatever their own padding is: masks and labels leave that out.
+        Rows may be padded at their end, whatever their own padding is: masks and labels leave that out. Labels do if
+        their own padding has -100, or the loss is known to ignore it.
         """
-        return len(samples) > 1 and all(_has_known_padding(batch.inputs) for batch in samples)
+        every = [batch.inputs for batch in samples]
+        are_alike = all(_has_known_padding(one) and _types(one) == _types(every[0]) for one in every)
+        if len(every) < 2 or not are_alike:
+            return False
+        return _have_one_shape(samples) or self._labels_leave_padding_out(every)
 
     def scale_by(self, factor: float) -> bool:
-        """Scale losses from now on."""
-        self.factor = factor
+        """Scale losses from now on, as the last trial has found."""
+        differences, pads = self._last
+        self.factor, self._pads = factor, self._pads or pads
+        for name, size in differences.items():
+            self._tried[name] = max(size, self._tried.get(name, 0.0))
         return True
 
     def is_whole(self, samples: Sequence[TrainerBatch]) -> bool:
@@ -156,9 +212,11 @@ class TrainerBatches(Slices):
     def _largest(self, samples: Sequence[TrainerBatch]) -> int:
         return max((sum(len(rows) for _, rows in parts) for parts in self._parts(samples)), default=0)
 
-    def _tried(self, samples: Sequence[TrainerBatch]) -> Sequence[TrainerBatch]:
-        """The batches whose samples a trial may take."""
-        return samples if self.joins else sorted(samples, key=lambda one: -self.num_samples(one.inputs))[:1]
+    def _groups(self, samples: Sequence[TrainerBatch]) -> list[Sequence[TrainerBatch]]:
+        """The batches whose samples may meet in a micro-batch, the largest first."""
+        if self.joins:
+            return [samples]
+        return [[batch] for batch in sorted(samples, key=lambda one: -self.num_samples(one.inputs))]
 
     def _parts(self, samples: Sequence[TrainerBatch]) -> list[list[Part]]:
         """What each micro-batch has: rows of one batch, or several whole ones."""
@@ -173,7 +231,7 @@ class TrainerBatches(Slices):
             last = number
         return found
 
-    def _micro_batch(self, parts: Sequence[Part]) -> TrainerBatch:
+    def _micro_batch(self, parts: Sequence[Part], factor: float = 1.0) -> TrainerBatch:
         """The samples of all parts, whose batches have equally many, in one batch."""
         batch, rows = parts[0]
         if all(one is batch for one, _ in parts):
@@ -183,8 +241,8 @@ class TrainerBatches(Slices):
             several = [self._rows(one.inputs, some) for one, some in parts]
             inputs, number = self._together(several), sum(map(self.num_samples, several))
         share = number / self.num_samples(batch.inputs)
-        # By `factor`: of a sum, of a mean over samples, or of a sum that the trainer divides as if it were a mean.
-        weight = {1.0: 1.0, 0.5: share, 2.0: 1 / share}[self.factor]
+        # By the factor: of a sum, of a mean over samples, or of a sum that the trainer divides as if it were a mean.
+        weight = {1.0: 1.0, 0.5: share, 2.0: 1 / share}[factor]
         return batch._replace(inputs=inputs, divisor=batch.divisor / share, weight=weight)
 
     def _together(self, several: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -209,28 +267,77 @@ class TrainerBatches(Slices):
 
         return map_columns(inputs, entries, lengths={num_samples, num_samples * self._rows_per_sample})
 
-    def _in_order(self, batches: Sequence[TrainerBatch]) -> list[_Place]:
-        """All samples as a trial takes them: first the one with the most labels, then one with the fewest but some.
+    def _labels_leave_padding_out(self, every: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether joined rows may be padded with labels of -100, so far as it can be seen."""
+        found = [(one["labels"], one["attention_mask"]) for one in every if "labels" in one]
+        if any(labels.shape == mask.shape and (labels[mask == 0] != IGNORED).any() for labels, mask in found):
+            return False
+        is_padded = len({labels.shape[1:] for labels, _ in found}) > 1
+        return not is_padded or self.ignores_labels or any((labels == IGNORED).any() for labels, _ in found)
 
-        Of several batches, a sample of another one comes second, if possible of one that is padded to another length.
+    def _without_padding(self, batch: TrainerBatch, numbers: Sequence[int]) -> TrainerBatch:
+        """The batch without the tokens at both ends that are padding in all samples with these ``numbers``."""
+        mask = self._rows(batch.inputs, numbers).get("attention_mask")
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not mask.any():
+            return batch
+        width, places = mask.shape[1], mask.any(dim=0).nonzero()
+        tokens = slice(int(places[0]), int(places[-1]) + 1)
+        inputs = copy.copy(batch.inputs)
+        for name, column in columns(batch.inputs):
+            if getattr(column, "shape", ())[1:] == (width,):
+                inputs[name] = column[:, tokens]  # pyright: ignore[reportIndexIssue]  # a dict or one of transformers' own
+        return batch._replace(inputs=inputs)
+
+    def _amounts(self, inputs: Mapping[str, Any]) -> list[Amounts]:
+        """By what a loss may weigh each sample, of a pair for both parts: labels, masks, weights and other numbers."""
+        number = self.num_samples(inputs)
+        every: list[Amounts] = [{} for _ in range(number)]
+        for name, column in columns(inputs):
+            if isinstance(column, torch.Tensor):
+                for part, rows in enumerate(column.split(number)):
+                    for amounts, (key, amount) in zip(every, _amounts_of_rows(name, rows), strict=False):
+                        amounts[f"{key} {part}" if part else key] = amount
+        return every
+
+    def _untried(self, samples: Sequence[Amounts]) -> Amounts:
+        """How much samples differ, where that is more than twice as much as in all trials that found a factor."""
+        tried = self._tried
+        return {
+            name: size for name, size in _differences(samples).items() if tried.get(name, 0) < min(size / 2, _FAR_APART)
+        }
+
+    def _in_order(self, samples: Sequence[TrainerBatch]) -> list[_Place]:
+        """Samples that may meet in a micro-batch, as a trial takes them.
+
+        The first one has the most labels, or that of the most samples. The next ones have labels, are if possible of
+        another batch, and differ the most from it in what no trial has seen.
         """
-        every = [_Place(batch, number) for batch in batches for number in range(self.num_samples(batch.inputs))]
-        valid = [_valid_labels(batch.inputs) for batch in batches]
-        counts = [count for one in valid if one is not None for count in one.sum(dim=1).tolist()]
-        if len(counts) != len(every):  # not known
-            counts = [1] * len(every)
+
+        def found_in(group: Sequence[TrainerBatch]) -> list[tuple[_Place, Amounts]]:
+            return [
+                (_Place(batch, number), amounts)
+                for batch in group
+                for number, amounts in enumerate(self._amounts(batch.inputs))
+            ]
+
+        def size_of(found: list[tuple[_Place, Amounts]]) -> float:
+            return sum(self._untried([amounts for _, amounts in found]).values())
+
+        every = max(map(found_in, self._groups(samples)), key=size_of)
+        names = Counter(name for _, amounts in every for name in amounts)
+        counts = [_num_labels(amounts, names) for _, amounts in every]
         first = max(range(len(every)), key=counts.__getitem__)
-        of_first = every[first].batch
+        (of_first, _), amounts_of_first = every[first]
 
-        def rank(index: int) -> tuple[bool, bool, bool, bool, int]:
+        def rank(index: int) -> tuple[bool, bool, bool, float, bool, float]:
             """The least comes first."""
-            batch, count = every[index].batch, counts[index]
-            is_another, has_no_labels = index != first, count == 0
-            is_of_same_batch = batch is of_first
+            (batch, _), amounts = every[index]
+            is_another, has_no_labels = index != first, counts[index] == 0
+            size = sum(self._untried([amounts_of_first, amounts]).values())
             is_as_long = _padded_length(batch.inputs) == _padded_length(of_first.inputs)
-            return is_another, has_no_labels, is_of_same_batch, is_as_long, count
+            return is_another, has_no_labels, batch is of_first, -size, is_as_long, counts[index]
 
-        return [every[index] for index in sorted(range(len(every)), key=rank)]
+        return [every[index][0] for index in sorted(range(len(every)), key=rank)]
 
 
 def rounded_down(size: int, *, largest_batch: int) -> int:
@@ -260,6 +367,63 @@ def _has_known_padding(inputs: Mapping[str, Any]) -> bool:
     )
 
 
+def _types(inputs: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, int]]:
+    return {name: (one.dtype, one.ndim) for name, one in columns(inputs)}
+
+
+def _have_one_shape(samples: Sequence[TrainerBatch]) -> bool:
+    """Whether no column has to be padded if batches are joined."""
+    shapes = [{name: getattr(one, "shape", ())[1:] for name, one in columns(batch.inputs)} for batch in samples]
+    return all(one == shapes[0] for one in shapes)
+
+
+def _amounts_of_rows(name: str, rows: torch.Tensor) -> list[tuple[str, float]]:
+    """The name and the amount of each row's entry in a column; nothing if a loss would not weigh by it."""
+    if name == "labels" and rows.dtype == torch.long and rows.ndim == 1:
+        return [(f"{_LABEL}{label}", 1.0) for label in rows.tolist()]
+    if name == "labels" and rows.dtype == torch.long and rows.ndim == 2:
+        name, sums = _VALID, (rows != IGNORED).sum(dim=1)
+    elif rows.ndim == 1:
+        sums = rows
+    elif rows.ndim == 2 and ("mask" in name or "weight" in name):
+        sums = rows.double().abs().sum(dim=1)
+    else:
+        return []
+    return [(name, amount) for amount in sums.double().abs().nan_to_num().tolist()]
+
+
+def _sum(samples: Sequence[Amounts]) -> Amounts:
+    return {name: sum(one.get(name, 0.0) for one in samples) for one in samples for name in one}
+
+
+def _differences(samples: Sequence[Amounts]) -> Amounts:
+    """How far apart the smallest and the largest of each amount are, from 0 (equal) to 1 (one of them is 0).
+
+    >>> _differences([{"tokens": 3, "label 1": 1}, {"tokens": 1, "label 2": 1}])
+    {'label 1': 1.0, 'label 2': 1.0, 'tokens': 0.5}
+    """
+    found: Amounts = {}
+    for name in sorted({name for one in samples for name in one}):
+        amounts = [one.get(name, 0.0) for one in samples]
+        smallest, largest = min(amounts), max(amounts)
+        found[name] = (largest - smallest) / (largest + smallest) if largest else 0.0
+    return found
+
+
+def _num_labels(amounts: Amounts, names: Counter[str]) -> float:
+    """How many labels a sample has; if one, how many samples have the same; 1 if its labels are not known."""
+    if _VALID in amounts or f"{_LABEL}{IGNORED}" in amounts:
+        return amounts.get(_VALID, 0)
+    return next((names[name] for name in amounts if name.startswith(_LABEL)), 1)
+
+
+def _ignored_samples(inputs: Mapping[str, Any]) -> list[int]:
+    """The numbers of the samples whose only label does not count."""
+    labels = inputs.get("labels")
+    is_one = isinstance(labels, torch.Tensor) and labels.ndim == 1
+    return (labels == IGNORED).nonzero().flatten().tolist() if is_one else []
+
+
 def _valid_labels(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     """Which labels [rows, tokens] count in a loss, if a batch has such labels."""
     labels = inputs.get("labels")
@@ -267,14 +431,17 @@ def _valid_labels(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     return labels != IGNORED if is_known else None
 
 
-def _with_other_labels(other: _Place, one: _Place) -> TrainerBatch:
-    """The batch of ``other``, in which that has fewer labels than ``one`` if labels are ignored somewhere."""
+def _with_fewer_labels(other: _Place, one: _Place) -> TrainerBatch:
+    """The batch of ``other``, in which that loses half of its labels if some are ignored anywhere.
+
+    Not if it has at most half as many as ``one`` already.
+    """
     batch, number = other
     valid, of_one = _valid_labels(batch.inputs), _valid_labels(one.batch.inputs)
     if valid is None or of_one is None or number >= len(valid) or one.number >= len(of_one):
         return batch
     is_ignored_somewhere = not (valid.all() and of_one.all())
-    if not is_ignored_somewhere or valid[number].sum() != of_one[one.number].sum():
+    if not is_ignored_somewhere or 2 * valid[number].sum() <= of_one[one.number].sum():
         return batch
     labels, places = batch.inputs["labels"].clone(), valid[number].nonzero().flatten()
     labels[number, places[: len(places) // 2]] = IGNORED

@@ -13,7 +13,8 @@ _SAMPLES_ARE_PAIRS = {
     "DPOTrainer": True,
     "RewardTrainer": True,
 }
-_LOSSES_OVER_WHOLE_BATCHES = ("aot", "aot_unpaired")  # of DPO: they sort samples, which two samples need not show
+# Of DPO: they sort samples, or are a mean over tokens, which two samples need not show.
+_LOSSES_OVER_WHOLE_BATCHES = ("aot", "aot_unpaired", "sft")
 
 
 def samples_are_pairs(trainer: type) -> bool:
@@ -34,7 +35,6 @@ def why_refused(trainer: Any) -> str:
     processes = accelerator.distributed_type.value
     sharding = getattr(accelerator.state, "fsdp_plugin", None)
     inner_sizes = trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size()
-    whole = [one for one in getattr(trainer, "loss_types", ()) if one in _LOSSES_OVER_WHOLE_BATCHES]
     reasons = {
         "`auto_find_batch_size` must be off, because it changes the batch": args.auto_find_batch_size,
         f"A process must train on one device, but has {args.n_gpu}: start it by `torchrun`": args.n_gpu > 1,
@@ -61,9 +61,20 @@ def why_refused(trainer: Any) -> str:
             getattr(trainer, "padding_free", False)
         ),
         "Batches must be of text only, but the model takes images": getattr(trainer, "_is_vlm", False),
-        f"`loss_type` {whole} sorts samples, which needs whole batches": bool(whole),
     }
     return next((f"{reason}." for reason, applies in reasons.items() if applies), "")
+
+
+def why_whole(trainer: Any) -> str:
+    """Why the trainer's batches must not be cut, by its arguments, as part of a sentence; or ""."""
+    found = [one for one in getattr(trainer, "loss_types", ()) if one in _LOSSES_OVER_WHOLE_BATCHES]
+    return f"`loss_type` {found} mixes them" if found else ""
+
+
+def has_own_loss(trainer: Any) -> bool:
+    """Whether a user has written the loss, which may then not ignore labels of -100."""
+    package = type(trainer).compute_loss.__module__.split(".")[0]
+    return package not in ("transformers", "trl") or trainer.compute_loss_func is not None
 
 
 def check_parameters(model: nn.Module) -> None:

@@ -31,13 +31,20 @@ from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.errors import CannotCutError, InputError, NothingFitsError, require_one_of
 from torchtune_adaptive.integrations.batches import TrainerBatch, TrainerBatches, rounded_down
 from torchtune_adaptive.integrations.checkpointing import Checkpointing, alternatives
-from torchtune_adaptive.integrations.known_trainers import check_parameters, samples_are_pairs, why_refused
+from torchtune_adaptive.integrations.known_trainers import (
+    check_parameters,
+    has_own_loss,
+    samples_are_pairs,
+    why_refused,
+    why_whole,
+)
 from torchtune_adaptive.integrations.late_gathers import LateGathers, with_attributes
 from torchtune_adaptive.integrations.worst_batches import worst_batches
 from torchtune_adaptive.text import count_text
 
 log = logging.getLogger(__name__)
 _MOST_HALVINGS = 4  # of a size that fits, which are timed
+_MOST_TRIALS = 4  # of samples that differ more than those before
 _Trainer: Any = object  # the class whose methods the mixin calls
 
 
@@ -89,6 +96,10 @@ class AdaptiveTrainerMixin(_Trainer):
             getattr(one, "pad_token_id", None) for one in (self.processing_class, getattr(self.model, "config", None))
         )
         self._batches.pad_token = next((one for one in tokens if one is not None), 0)
+        self._batches.ignores_labels, self._batches.why_whole = not has_own_loss(self), why_whole(self)
+        self._joins = False  # whether micro-batches may have samples of several batches
+        self._trials_left = 0
+        self._is_provisional = False  # whether the next step decides about the micro-batch
         self._memory_limit = memory_limit
         self._held: list[TrainerBatch] = []
         self._recoverable: RecoverableStep[Any] | None = None
@@ -116,9 +127,12 @@ class AdaptiveTrainerMixin(_Trainer):
             return super().train(*args, **kwargs)
         finally:
             self._restore_checkpointing()
-            if self._recoverable is not None:
-                self._recoverable.close()
-                self._recoverable = None
+            self._close_step()
+
+    def _close_step(self) -> None:
+        if self._recoverable is not None:
+            self._recoverable.close()
+            self._recoverable = None
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -135,8 +149,12 @@ class AdaptiveTrainerMixin(_Trainer):
         batches, self._held = self._held, []
         counters = (*self.counters, "_held_logs")
         self._counted = {name: copy.deepcopy(getattr(self, name)) for name in counters if hasattr(self, name)}
-        self._recoverable = self._recoverable or self._make_step(model, batches)
-        loss = self._recoverable(batches)
+        step, is_new = self._recoverable, False
+        if step is None or self._is_provisional:
+            step, is_new = self._make_step(model, batches), True
+            self._recoverable = step
+        self._try_differences(step, batches, is_new=is_new)
+        loss = step(batches)
         self.__dict__.update(self._gathers.finish({name: getattr(self, name) for name in self._counted}))
         logs, self._held_logs = self._held_logs, []
         for positional, named in logs:
@@ -158,9 +176,22 @@ class AdaptiveTrainerMixin(_Trainer):
         check_parameters(model)
         size = self._micro_batch_size or self.args.per_device_train_batch_size  # which may have changed
         self._batches.size = self._batches.whole_size = size
-        searches = self._micro_batch_size is None and self._can_search()
-        is_larger = searches or size > self.args.per_device_train_batch_size
-        self._batches.joins = is_larger and self._can_join(model, batches)
+        self._batches.forget_trials()
+        self._trials_left, self._batches.joins = _MOST_TRIALS, False
+        # A training that is resumed may begin with the last step of an epoch, which has fewer batches than others.
+        is_short = len(batches) < self.args.gradient_accumulation_steps
+        self._is_provisional = is_short and self._recoverable is None
+        self._close_step()
+        searches = self._micro_batch_size is None and not self._is_provisional and self._can_search()
+        if searches or size > self.args.per_device_train_batch_size:
+            self._batches.joins = not self._any_rank(not self._batches.can_be_joined(batches))
+        if self._batches.joins:
+            step = self._recoverable_step(model)
+            try:
+                self._batches.joins = self._can_join(step, batches)
+            finally:
+                step.close()
+        self._joins = self._batches.joins
         if searches:
             self._search(model, batches)
         return self._recoverable_step(model)
@@ -178,21 +209,37 @@ class AdaptiveTrainerMixin(_Trainer):
             memory_limit=self._memory_limit,
         )
 
-    def _can_join(self, model: nn.Module, batches: list[TrainerBatch]) -> bool:
+    def _can_join(self, step: RecoverableStep[Any], batches: list[TrainerBatch]) -> bool:
         """Whether samples of several batches, padded to one length, train as in batches of their own. A collective."""
-        can = torch.tensor([self._batches.can_be_joined(batches)], device=self.args.device)
-        if not self.accelerator.gather(can).all():
-            return False
-        self._batches.joins = True
-        step = self._recoverable_step(model)
         try:
             step.dry_run(batches)
         except CannotCutError as error:
             log.info("A micro-batch has samples of one batch only. %s", error)
             return False
-        finally:
-            step.close()
-        return True
+        return self._batches.factor is not None
+
+    def _try_differences(self, step: RecoverableStep[Any], batches: list[TrainerBatch], *, is_new: bool) -> None:
+        """Repeat the trial of ``step`` if samples differ more than those before, and join batches if that is safe.
+
+        A collective.
+        """
+        cutter = self._batches
+        cutter.joins = self._joins and not self._any_rank(not cutter.can_be_joined(batches))
+        while (
+            self._trials_left
+            and (is_new or (step.recovers and cutter.factor is not None))
+            and self._any_rank(cutter.tells_more(batches))
+        ):
+            self._trials_left, is_new = self._trials_left - 1, False
+            if cutter.joins:
+                self._joins = cutter.joins = self._can_join(step, batches)
+            if not cutter.joins:
+                step.prepare(batches)
+        cutter.joins = cutter.joins and not self._any_rank(cutter.lacks_padding(batches))
+
+    def _any_rank(self, fact: bool) -> bool:
+        """Whether ``fact`` holds on any rank. A collective."""
+        return bool(self.accelerator.gather(torch.tensor([fact], device=self.args.device)).any())
 
     def _with_reference(self, model: nn.Module) -> nn.Module:
         """``model``, together with the reference model of DPO if there is one."""
