@@ -45,6 +45,7 @@ from torchtune_adaptive.text import count_text
 log = logging.getLogger(__name__)
 _MOST_HALVINGS = 4  # of a size that fits, which are timed
 _MOST_TRIALS = 4  # of samples that differ more than those before
+_STEPS_TO_LOOK_AT = 64  # for such samples: to look waits for the device
 _Trainer: Any = object  # the class whose methods the mixin calls
 
 
@@ -98,7 +99,7 @@ class AdaptiveTrainerMixin(_Trainer):
         self._batches.pad_token = next((one for one in tokens if one is not None), 0)
         self._batches.ignores_labels, self._batches.why_whole = not has_own_loss(self), why_whole(self)
         self._joins = False  # whether micro-batches may have samples of several batches
-        self._trials_left = 0
+        self._trials_left = self._steps_to_look_at = 0
         self._is_provisional = False  # whether the next step decides about the micro-batch
         self._memory_limit = memory_limit
         self._held: list[TrainerBatch] = []
@@ -224,18 +225,20 @@ class AdaptiveTrainerMixin(_Trainer):
         A collective.
         """
         cutter = self._batches
-        cutter.joins = self._joins and not self._any_rank(not cutter.can_be_joined(batches))
+        self._steps_to_look_at = _STEPS_TO_LOOK_AT if is_new else max(self._steps_to_look_at - 1, 0)
+        cutter.joins = self._joins and not step.any_rank(not cutter.can_be_joined(batches))
         while (
             self._trials_left
+            and self._steps_to_look_at
             and (is_new or (step.recovers and cutter.factor is not None))
-            and self._any_rank(cutter.tells_more(batches))
+            and step.any_rank(cutter.tells_more(batches))
         ):
             self._trials_left, is_new = self._trials_left - 1, False
             if cutter.joins:
                 self._joins = cutter.joins = self._can_join(step, batches)
             if not cutter.joins:
                 step.prepare(batches)
-        cutter.joins = cutter.joins and not self._any_rank(cutter.lacks_padding(batches))
+        cutter.joins = cutter.joins and not step.any_rank(cutter.lacks_padding(batches))
 
     def _any_rank(self, fact: bool) -> bool:
         """Whether ``fact`` holds on any rank. A collective."""

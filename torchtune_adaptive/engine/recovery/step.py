@@ -173,6 +173,10 @@ class RecoverableStep(Generic[Sums]):
         """Whether the step recovers from out-of-memory errors. False before ``dry_run`` and after ``disable``."""
         return self._recovery is not None
 
+    def any_rank(self, fact: bool) -> bool:
+        """Whether ``fact`` is true on any rank. Every rank must call it; the exchange does not wait for the device."""
+        return self._loop.consensus.any_rank(fact)
+
     def try_larger(self) -> None:
         """Try larger micro-batches in the next step, if there was an error. For example at the beginning of an epoch.
 
