@@ -237,6 +237,32 @@ def test_a_search_restores_a_tensor_in_an_attribute_as_it_does_a_buffer() -> Non
     assert torch.equal(layer.state, before)
 
 
+class Hooked(nn.Module):
+    """Installs a hook in its first forward pass, and a flag which says so, as transformers does."""
+
+    is_hooked = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls = list[int]()
+
+    def forward(self, rows: Rows) -> Rows:
+        if not self.is_hooked:
+            self.linear.register_forward_hook(lambda *_: self.calls.append(1))
+            self.is_hooked = True
+        return self.linear(rows)
+
+
+def test_a_hook_that_the_first_forward_pass_installs_is_installed_once() -> None:
+    training = Training(Hooked, plain)
+    training.recovered(Fault(8), failing=0)
+    layer: Any = training.model[3]
+    layer.calls.clear()
+    training.model(growing_rows(0))
+    assert len(layer.calls) == 1
+
+
 class Remembering(nn.Module):
     """Keeps its last activations, for whoever wants to look at them."""
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states, reset_after_failure
 from torchtune_adaptive.engine.memory.copies import Copies, Restore
@@ -253,7 +254,8 @@ class KeptAttributes:
     These are the modes of modules; in modules of the user's own classes, plain attributes such as flags, lengths and
     counters; which parameters need gradients; and whether this thread computes gradients. What a module keeps in a
     list, a dict or another object is not restored. Attributes and buffers that a step adds are removed, so that the
-    next step adds them again, unless they hold such an object.
+    next step adds them again, unless they hold such an object. Hooks of modules that a step adds stay, and so do flags
+    that have become True together with them: transformers sets one to install its hooks only once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -266,6 +268,7 @@ class KeptAttributes:
     def save(self) -> None:
         """Keep what is there now."""
         self._computes_gradients = torch.is_grad_enabled()
+        self._first_new_hook = RemovableHandle.next_id
         self._modes = [module.training for module in self._modules]
         self._need_gradients = [parameter.requires_grad for parameter in self._parameters]
         self._names = [list(holder) for holder in self._holders]
@@ -275,17 +278,23 @@ class KeptAttributes:
 
     def restore(self) -> None:
         """Restore what was kept, any number of times."""
+        has_installed = self._has_new_hooks()
         torch.set_grad_enabled(self._computes_gradients)
         for parameter, needs_gradients in zip(self._parameters, self._need_gradients, strict=True):
             if parameter.requires_grad is not needs_gradients:
                 parameter.requires_grad_(needs_gradients)
         for holder, names, values in zip(self._holders, self._names, self._values, strict=True):
-            for name in holder.keys() - set(names):
+            kept = {name for name, value in holder.items() if value is True} if has_installed else set[str]()
+            for name in holder.keys() - set(names) - kept:
                 if type(holder[name]) in _PLAIN or isinstance(holder[name], torch.Tensor):
                     del holder[name]
-            holder.update((name, value) for name, value in values.items() if name not in _INTERNAL)
+            holder.update((name, value) for name, value in values.items() if name not in _INTERNAL | kept)
         for module, is_training in zip(self._modules, self._modes, strict=True):
             module.training = is_training
+
+    def _has_new_hooks(self) -> bool:
+        hooks = (hooks for one in self._modules for hooks in (one._forward_hooks, one._forward_pre_hooks))
+        return any(number >= self._first_new_hook for numbers in hooks for number in numbers)
 
 
 class KeptBuffers:
