@@ -90,6 +90,19 @@ def test_ranks_have_copies_with_buckets_of_gradients_or_parts_under_fsdp2(path: 
 
 
 @pytest.mark.slow
+def test_a_key_that_asks_for_a_kind_of_gpu_but_changes_no_size_is_left_out(path: str) -> None:
+    assert planned(path, tf32=True).size(4).allocated_bytes == planned(path).size(4).allocated_bytes
+
+
+@pytest.mark.slow
+def test_sharding_that_the_trainer_offloads_is_planned_so_and_no_other(path: str) -> None:
+    by_a_word = planned(path, ranks=2, fsdp="full_shard auto_wrap offload")
+    assert bytes_of(by_a_word, "optimizer state") == 0
+    without_fsdp = planned(path, offloads=True)
+    assert bytes_of(without_fsdp, "optimizer state") == bytes_of(planned(path), "optimizer state") > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [
@@ -185,7 +198,8 @@ def test_a_mean_that_no_rows_have_is_refused(path: str) -> None:
     [
         ({"fsdp": True}, "`fsdp` needs several ranks: `--nproc_per_node` is 1."),
         ({"fsdp_config": "fsdp.json"}, "`fsdp_config` must be a mapping of keys, but is 'fsdp.json' instead."),
-        ({"fsdp_config": {"version": 1}}, "FSDP1 is not planned: `fsdp_config.version` must be 2."),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, "FSDP1 is not planned: `fsdp_config.version` must be 2."),
+        ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps` must be at least 1, but is 0 instead."),
     ],
 )
 def test_keys_that_cannot_be_planned_are_refused_before_a_trace(keys: dict[str, Any], sentence: str, path: str) -> None:

@@ -48,13 +48,14 @@ class HuggingFaceRun:
             )
         if self.mean_len not in (None, self.seq_len) and self.run_keys.training.get("packing"):
             raise InputError(f"`--mean-len` is {self.mean_len}, but packed rows have {self.seq_len} tokens each.")
-        fsdp: Any = self.run_keys.training.get("fsdp_config") or {}
-        if str(fsdp.get("version", fsdp.get("fsdp_version", 2))) != "2":
-            raise InputError("FSDP1 is not planned: `fsdp_config.version` must be 2.")
-        if self.run_keys.training.get("fsdp") and self.run_keys.model.is_quantized:
-            raise InputError("`load_in_4bit` and `load_in_8bit` are not planned together with `fsdp`.")
-        if self.run_keys.training.get("fsdp") and self.ranks == 1:
-            raise InputError("`fsdp` needs several ranks: `--nproc_per_node` is 1.")
+        if self.run_keys.training.get("fsdp"):  # without it the Trainer does not read `fsdp_config`
+            fsdp: Any = self.run_keys.training.get("fsdp_config") or {}
+            if str(fsdp.get("version", fsdp.get("fsdp_version", 2))) != "2":
+                raise InputError("FSDP1 is not planned: `fsdp_config.version` must be 2.")
+            if self.run_keys.model.is_quantized:
+                raise InputError("`load_in_4bit` and `load_in_8bit` are not planned together with `fsdp`.")
+            if self.ranks == 1:
+                raise InputError("`fsdp` needs several ranks: `--nproc_per_node` is 1.")
 
     @classmethod
     def of(

@@ -124,7 +124,7 @@ class RunTracer:
                 ranks=self._run.ranks,
                 sizes=sizes,
                 values_are_fixed=True,
-                keeps_on_host=training.keeps_on_host,
+                keeps_on_host=lambda: training.keeps_on_host,
                 shows_progress=True,
             )
         replicas = training.options_of_ddp

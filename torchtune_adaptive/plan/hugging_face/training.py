@@ -54,7 +54,8 @@ class Training:
         folder: where the trainer may write.
 
     Attributes:
-        keeps_on_host: parameters, gradients and optimizer state are in host memory between their uses.
+        keeps_on_host: parameters, gradients and optimizer state are in host memory between their uses,
+            once the model is built.
         options_of_ddp: that DDP would be given, once the model is built; None if it is not used.
     """
 
@@ -62,8 +63,7 @@ class Training:
         self._run = run
         self._num_layers = num_layers
         self._folder = folder
-        fsdp: Any = run.run_keys.training.get("fsdp_config") or {}
-        self.keeps_on_host = bool(fsdp.get("cpu_offload", fsdp.get("fsdp_cpu_offload")))
+        self.keeps_on_host = False
         self.options_of_ddp: dict[str, Any] | None = None
         self._precomputes = False
         self._reference: Any = None
@@ -80,6 +80,8 @@ class Training:
         model.require_row_length(built, run.seq_len)
         with torch.device("cpu"):
             arguments = self._arguments()
+            fsdp: Any = arguments.fsdp_config or {}
+            self.keeps_on_host = bool(arguments.fsdp and fsdp.get("cpu_offload"))
             options: dict[str, Any] = {}
             if run.trainer == "dpo":
                 self._precomputes, arguments.precompute_ref_log_probs = arguments.precompute_ref_log_probs, False

@@ -71,7 +71,7 @@ def trace_loop(
     like_cuda: bool = True,
     sizes: Sequence[int] = TRACED_SIZES,
     values_are_fixed: bool = False,
-    keeps_on_host: bool = False,
+    keeps_on_host: Callable[[], bool] = lambda: False,
     shows_progress: bool = False,
 ) -> TracedLoop:
     """Trace a loop's step at a few batch sizes, on tensors without memory.
@@ -86,7 +86,8 @@ def trace_loop(
         like_cuda: trace what a GPU would run and allocate. "cuda" can be named as a device without a GPU.
         sizes: numbers of samples to trace. Steps of more follow from the first and the largest of them.
         values_are_fixed: batches differ in their number of samples alone, so that sizes may depend on their values.
-        keeps_on_host: parameters, gradients and optimizer state are in host memory, where the optimizer steps.
+        keeps_on_host: whether parameters, gradients and optimizer state are in host memory, where the optimizer steps.
+            It is called once the model is built.
         shows_progress: show a progress bar on standard error, if the trace takes more than two seconds.
 
     Raises:
@@ -105,7 +106,7 @@ def trace_loop(
         stack.enter_context(treated_as_real())  # transformers is loaded by now, if the model comes from it
         stack.enter_context(only_new_garbage())
         mode = FakeStep(like_cuda=like_cuda, values_are_fixed=values_are_fixed)
-        loop = _FakeLoop(model, build_optimizer, train_step, mode, keeps_on_host=keeps_on_host)
+        loop = _FakeLoop(model, build_optimizer, train_step, mode, keeps_on_host=keeps_on_host())
         with Bar(
             total=1 + len(sizes), desc="tracing", unit=" steps", delay=_SHOWN_AFTER_S, disable=not shows_progress
         ) as bar:
