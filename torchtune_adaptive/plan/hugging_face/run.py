@@ -41,6 +41,9 @@ class HuggingFaceRun:
     def __post_init__(self) -> None:
         for name in ("seq_len", "ranks"):
             require_integer(name, getattr(self, name), minimum=1)
+        require_integer(
+            "gradient_accumulation_steps", self.run_keys.training.get("gradient_accumulation_steps", 1), minimum=1
+        )
         if self.mean_len is not None and self.mean_len > self.seq_len:
             raise InputError(
                 f"`--mean-len` must be at most {self.seq_len}, the tokens of the longest row, but is {self.mean_len}"

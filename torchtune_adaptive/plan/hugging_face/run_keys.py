@@ -38,8 +38,8 @@ _OF_A_SCRIPT = frozenset(
         *("ignore_bias_buffers", "trust_remote_code"),
     }
 )
-# Keys of data, checkpoints and evaluation, which change nothing in a step that is planned. The trainer gets these
-# values instead: a plan has one row of its own, and neither saves nor evaluates.
+# Keys of data, checkpoints, evaluation and of how exact products are, which change no size in a step that is planned.
+# The trainer gets these values instead: a plan has one row of its own, and neither saves nor evaluates.
 NOT_OF_A_STEP = MappingProxyType(
     {
         "report_to": "none",
@@ -58,6 +58,7 @@ NOT_OF_A_STEP = MappingProxyType(
         "eos_token": None,
         "pad_token": None,
         "model_init_kwargs": None,
+        "tf32": None,
     }
 )
 _RANKS = "`--nproc_per_node` and `--nnodes` say how many ranks there are"
