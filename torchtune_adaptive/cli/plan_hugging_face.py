@@ -47,9 +47,9 @@ def plan_model(arguments: Sequence[str]) -> None:
     require_one_of("--trainer", given.trainer, TRAINERS)
     keys = read_keys(given.training_args, [*given.keys, *others])
     size_key = "per_device_train_batch_size"
-    if not asked and size_key in keys:
-        asked = [require_integer(size_key, keys[size_key], minimum=1)]
-    RunKeys.of(keys, Arguments.of(given.trainer))  # refuses keys before torch is imported
+    training = RunKeys.of(keys, Arguments.of(given.trainer)).training  # refuses keys before torch is imported
+    if not asked and size_key in training:
+        asked = [require_integer(size_key, training[size_key], minimum=1)]
 
     from torchtune_adaptive.plan.any_loop import LoopPlan, plan_of_loop  # torch takes seconds to import
     from torchtune_adaptive.plan.hugging_face.changes import ways_to_fit

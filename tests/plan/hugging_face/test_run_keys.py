@@ -20,15 +20,16 @@ from torchtune_adaptive.plan.hugging_face.run_keys import (
 
 ARGUMENTS = Arguments(
     "MyArguments",
-    frozenset(
-        {
-            "learning_rate",
-            "gradient_checkpointing",
-            "gradient_checkpointing_kwargs",
-            "deepspeed",
-            "model_init_kwargs",
-        }
-    ),
+    {
+        "learning_rate": "float",
+        "max_steps": "int",
+        "gradient_checkpointing": "bool",
+        "bf16": "bool | None",
+        "gradient_checkpointing_kwargs": "dict[str, Any] | str | None",
+        "deepspeed": "dict | str | None",
+        "model_init_kwargs": "dict[str, Any] | str | None",
+        "run_name": "str | None",
+    },
 )
 
 
@@ -75,14 +76,34 @@ def test_keys_are_sorted_by_what_they_configure() -> None:
 
 def test_the_source_has_the_fields_of_the_class() -> None:
     arguments = Arguments.of("transformers")
-    assert arguments.names == {one.name for one in fields(TrainerClasses.named("transformers").arguments) if one.init}
+    given = [one.name for one in fields(TrainerClasses.named("transformers").arguments) if one.init]
+    assert arguments.types.keys() == set(given)
     assert arguments.title == "TrainingArguments"
 
 
 def test_a_class_that_is_defined_elsewhere_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = Arguments.of("transformers")
+    expected = Arguments.of("transformers").types
+    some = ("bf16", "learning_rate", "max_steps", "optim_args")
     monkeypatch.setattr(run_keys, "_SOURCES", {"transformers": ("elsewhere.py",)})
-    assert Arguments.of("transformers") == expected
+    found = Arguments.of("transformers").types
+    assert found.keys() == expected.keys()
+    assert [found[name] for name in some] == [expected[name] for name in some]
+
+
+def test_texts_are_read_as_the_trainers_own_parser_reads_them() -> None:
+    given = {"lora_r": "8", "lora_dropout": "1e-1", "use_peft": "True", "bnb_4bit_quant_type": "fp4"}
+    trained = {"learning_rate": "1e-4", "max_steps": "7", "bf16": "no", "gradient_checkpointing": "False"}
+    trained |= {"run_name": "12", "gradient_checkpointing_kwargs": '{"use_reentrant": false, "debug": "true"}'}
+    keys = RunKeys.of(given | trained, ARGUMENTS)
+    assert keys.model == ModelKeys(lora_r=8, lora_dropout=0.1, use_peft=True, bnb_4bit_quant_type="fp4")
+    assert keys.training == {
+        "learning_rate": 1e-4,
+        "max_steps": 7,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "run_name": "12",
+        "gradient_checkpointing_kwargs": {"use_reentrant": False, "debug": True},
+    }
 
 
 def test_what_a_model_is_loaded_with_is_read_unless_a_key_says_it() -> None:
@@ -102,6 +123,13 @@ def test_what_a_model_is_loaded_with_is_read_unless_a_key_says_it() -> None:
         ({"deepspeed": "ds.json"}, "`deepspeed=ds.json` is not planned: DeepSpeed's allocations are not traced."),
         ({"load_in_4bit": True, "load_in_8bit": True}, "`load_in_4bit` and `load_in_8bit` cannot both be True."),
         ({"use_cpu": True}, "`use_cpu=True` is not planned: a plan is of GPUs."),
+        ({"bf16": "maybe"}, "`bf16` must be True or False, but is 'maybe' instead."),
+        ({"max_steps": "1e3"}, "`max_steps` must be an integer, but is '1e3' instead."),
+        ({"lora_dropout": "much"}, "`lora_dropout` must be a number, but is 'much' instead."),
+        (
+            {"model_init_kwargs": "{dtype}"},
+            "`model_init_kwargs` must be a mapping of keys, but is '{dtype}' instead.",
+        ),
         ({"attn_implementation": 5}, "`attn_implementation` must be a word or null, but is 5 instead."),
         ({"bnb_4bit_quant_type": "int4"}, "`bnb_4bit_quant_type` must be one of nf4, fp4, but is 'int4' instead."),
         (

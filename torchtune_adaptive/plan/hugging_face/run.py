@@ -76,7 +76,7 @@ class HuggingFaceRun:
         Raises:
             InputError: as the class.
         """
-        given = seq_len or keys.get("max_length")
+        given = seq_len or RunKeys.of(keys, Arguments.of(trainer)).training.get("max_length")
         length = given or _DEFAULT_LENGTHS[trainer]
         run = cls(path=path, trainer=trainer, keys=keys, seq_len=length, ranks=ranks, mean_len=mean_len)
         longest = None if given else run.model.longest_row

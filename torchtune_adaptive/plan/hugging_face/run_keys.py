@@ -6,6 +6,9 @@ Names and defaults of the model's keys are those of TRL 1.16 (``trl/trainer/mode
 import ast
 import importlib
 import importlib.util
+import inspect
+import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -83,6 +86,10 @@ _NOT_PLANNED = MappingProxyType(
 )
 
 
+_BOOLS: Mapping[str, bool] = {
+    **dict.fromkeys(("yes", "true", "t", "y", "1"), True),
+    **dict.fromkeys(("no", "false", "f", "n", "0"), False),
+}
 _STORAGES = ("uint8", "int8", "bfloat16", "float16", "float32", "float64")  # of bitsandbytes, for packed weights
 _KINDS: Mapping[Any, str] = MappingProxyType(
     {bool: "True or False", int: "an integer", float: "a number", str: "a word", str | None: "a word or null"}
@@ -161,10 +168,10 @@ class TrainerClasses:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The class of a trainer's arguments, as far as a plan reads keys: its name and those of its fields."""
+    """The class of a trainer's arguments, as far as a plan reads keys: its name, and its fields with their types."""
 
     title: str
-    names: frozenset[str]
+    types: Mapping[str, str]
 
     @classmethod
     def of(cls, trainer: str) -> "Arguments":
@@ -178,11 +185,15 @@ class Arguments:
         for name in dict.fromkeys((package, "transformers")):
             if importlib.util.find_spec(name) is None:
                 raise missing(name, needed_for=f"{title} of {package}")
-        names = _fields_in_source(title)
-        return cls(title, names or frozenset(one.name for one in fields(TrainerClasses.named(trainer).arguments)))
+        types = _fields_in_source(title)
+        return cls(title, types or _types_of_fields(TrainerClasses.named(trainer).arguments))
 
 
-def _fields_in_source(title: str) -> frozenset[str]:
+def _types_of_fields(kind: Any) -> dict[str, str]:
+    return {one.name: inspect.formatannotation(one.type) for one in fields(kind)}
+
+
+def _fields_in_source(title: str) -> dict[str, str]:
     """The fields of a class of ``_SOURCES`` and of its bases; none if one of them is defined elsewhere."""
     classes: dict[str, ast.ClassDef] = {}
     for package, files in _SOURCES.items():
@@ -191,13 +202,42 @@ def _fields_in_source(title: str) -> frozenset[str]:
             for path in (Path(folder) / file for file in files):
                 tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
                 classes |= {one.name: one for one in tree.body if isinstance(one, ast.ClassDef)}
-    found, names = set[str](), [title]
+    found, names = dict[str, str](), [title]
     for name in names:
         if name not in classes:
-            return frozenset()
+            return {}
         names += [ast.unparse(base) for base in classes[name].bases]
-        found |= {ast.unparse(one.target) for one in classes[name].body if isinstance(one, ast.AnnAssign)}
-    return frozenset(name for name in found if not name.startswith("_"))
+        own = [one for one in classes[name].body if isinstance(one, ast.AnnAssign)]
+        found = {ast.unparse(one.target): ast.unparse(one.annotation) for one in own} | found
+    return {name: kind for name, kind in found.items() if not name.startswith("_")}
+
+
+def _converted(key: str, value: Any, annotation: str) -> Any:
+    """The value, but for a text the value that transformers' parser of arguments reads in it for a field of this type.
+
+    Raises:
+        InputError: it reads none.
+    """
+    kinds = set(re.findall(r"\w+", annotation))
+    if not isinstance(value, str):
+        return value
+    try:
+        if "dict" in kinds:
+            return json.loads(value, object_hook=_with_bools) if value.startswith("{") else value
+        if not kinds & {"str", "list"}:
+            for kind in (bool, int, float):
+                if kind.__name__ in kinds:
+                    return _BOOLS[value.lower()] if kind is bool else kind(value)
+    except (ValueError, KeyError) as error:
+        wanted = next((_KINDS[kind] for kind in (bool, int, float) if kind.__name__ in kinds), "a mapping of keys")
+        raise InputError(f"`{key}` must be {wanted}, but is {quote(value)} instead.") from error
+    return value
+
+
+def _with_bools(mapping: dict[str, Any]) -> dict[str, Any]:
+    """A mapping that was a text, with True and False for these words, as transformers reads it."""
+    words = {"true": True, "false": False}
+    return {key: words.get(value.lower(), value) if isinstance(value, str) else value for key, value in mapping.items()}
 
 
 @dataclass(frozen=True)
@@ -219,8 +259,10 @@ class RunKeys:
         Raises:
             InputError: a key is unknown, or what it says is not planned.
         """
-        of_model = {one.name for one in fields(ModelKeys)}
-        known = {*of_model, *arguments.names, *_OF_A_SCRIPT, *_NOT_PLANNED}
+        of_model = _types_of_fields(ModelKeys)
+        types = {**arguments.types, **of_model}
+        keys = {key: _converted(key, value, types.get(key, "")) for key, value in keys.items()}
+        known = {*types, *_OF_A_SCRIPT, *_NOT_PLANNED}
         for key, value in keys.items():
             if key not in known:
                 hint = did_you_mean(key, {name: name for name in known})
@@ -242,7 +284,7 @@ class RunKeys:
         given: dict[str, Any] = {"dtype": loaded.get("dtype", loaded.get("torch_dtype"))}
         given["attn_implementation"] = loaded.get("attn_implementation")
         model = ModelKeys(**given | {key: value for key, value in keys.items() if key in of_model})
-        training = {key: value for key, value in keys.items() if key in arguments.names and key not in _NOT_PLANNED}
+        training = {key: value for key, value in keys.items() if key in arguments.types and key not in _NOT_PLANNED}
         return cls(model, training)
 
 
