@@ -146,6 +146,14 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     assert "\n" not in message
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"hidden_size": -64}, {"hidden_size": "64"}, {"num_attention_heads": 0}])
+def test_a_config_with_wrong_values_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        built(model_of(tmp_path, LLAMA | changes))
+    assert str(caught.value).startswith(f"`--hf` {str(tmp_path)!r} cannot be built from its config: ")
+
+
 def test_code_beside_a_config_is_not_run_and_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     made = tmp_path / "made"

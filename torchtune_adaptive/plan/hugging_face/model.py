@@ -198,7 +198,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def _errors_explained(path: str) -> Iterator[None]:
-    """Context: an error of transformers means that there is no model at ``path``."""
+    """Context: errors of transformers say that there is no model at ``path``, or that its config is wrong."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -206,3 +206,5 @@ def _errors_explained(path: str) -> Iterator[None]:
             f"`--hf` {quote(path)} is no causal language model:"
             f" {reason_of(error).partition('. ')[0]}."  # a list of all models may follow
         ) from error
+    except Exception as error:  # the code of any model may fail in any way with values that it does not expect
+        raise InputError(f"`--hf` {quote(path)} cannot be built from its config: {reason_of(error)}.") from error
