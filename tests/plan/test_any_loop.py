@@ -115,12 +115,21 @@ def test_a_plan_prints_as_tables_of_samples_and_has_a_json_form() -> None:
     assert plan_json(plan)["host"] is None
 
 
+def test_an_optimizer_whose_state_grows_from_step_to_step_is_refused() -> None:
+    with pytest.raises(InputError) as caught:
+        plan_max_batch_size(
+            Attending, lambda model: torch.optim.LBFGS(model.parameters()), train_step, torch.zeros, memory="1GiB"
+        )
+    assert str(caught.value) == "`torch.optim.LBFGS` is not planned: its state grows from step to step."
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"memory": "H1000"}, "`memory` must be a size like 80GiB or one of "),
         ({"margin": 1.5}, "`margin` must be in [0, 1), but is 1.5 instead."),
         ({"batch_sizes": [0]}, "`batch_sizes` must be at least 1, but is 0 instead."),
+        ({"batch_sizes": 8}, "`batch_sizes` must be a list of integers, but is 8 instead."),
         ({"device": "mps"}, "`device` must be one of cuda, cpu, but is 'mps' instead."),
         ({"ranks": 0}, "`ranks` must be at least 1, but is 0 instead."),
     ],

@@ -1,10 +1,10 @@
 """``plan_max_batch_size``: the plan for any PyTorch training loop. It needs torch alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from torchtune_adaptive.engine.search.options import SearchOptions
-from torchtune_adaptive.errors import require_integer, require_one_of
+from torchtune_adaptive.errors import InputError, quote, require_integer, require_one_of
 from torchtune_adaptive.plan.decide import BatchSizes, Device, Plan
 from torchtune_adaptive.plan.gpu import Card, Overhead
 from torchtune_adaptive.plan.show.text import plan_text
@@ -62,6 +62,8 @@ def plan_max_batch_size(
     Raises:
         InputError: an argument is invalid, or the loop cannot be traced; the message says why (a ``ValueError``).
     """
+    if not isinstance(batch_sizes, Iterable):
+        raise InputError(f"`batch_sizes` must be a list of integers, but is {quote(batch_sizes)} instead.")
     for size in batch_sizes:
         require_integer("batch_sizes", size, minimum=1)
     require_one_of("device", device, ("cuda", "cpu"))

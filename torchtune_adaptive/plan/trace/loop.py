@@ -270,13 +270,15 @@ def _require_linear(shapes: dict[int, list[tuple[int, ...]]]) -> None:
 
 
 def _require_optimizer_of(model: nn.Module, optimizer: Any) -> None:
-    """Refuse what is not an optimizer of the model's parameters.
+    """Refuse what is not an optimizer of the model's parameters, or one whose first steps say little of later ones.
 
     Raises:
-        InputError: it is not.
+        InputError: it is one of these.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"`build_optimizer` must return an optimizer, but returned {quote(optimizer)} instead.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError("`torch.optim.LBFGS` is not planned: its state grows from step to step.")
     known = {id(parameter) for parameter in model.parameters()}
     strange = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
     if strange:
