@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.output import quietly
 from torchtune_adaptive.plan.any_loop import plan_of_loop
 from torchtune_adaptive.plan.decide import Plan
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.hugging_face.changes import ways_to_fit
 from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
 from torchtune_adaptive.plan.hugging_face.tracing import RunTracer
+from torchtune_adaptive.plan.hugging_face.training import without_torchao
 from torchtune_adaptive.plan.hugging_face.trl_stand_ins import tokens_of_a_tile
 from torchtune_adaptive.plan.trace.events import Events
 from torchtune_adaptive.plan.trace.loading import load
@@ -207,6 +209,19 @@ def test_short_rows_whose_smallest_tensors_are_not_offloaded_are_planned(path: s
     followed = tracer.traced(None, sizes=tracer.sizes()).step
     assert {len(followed.at(rows)) for rows in (1, 2)} != {len(followed.at(rows)) for rows in (3, 4)}
     assert followed.at(6) == tracer.traced(None, sizes=[6, 7]).events(6)
+
+
+def test_adapters_are_named_as_trl_takes_them_and_refused_with_the_reason_of_peft(path: str) -> None:
+    def parameters(**keys: Any) -> int:
+        run = run_of(path, use_peft=True, **keys)
+        with quietly(), without_torchao(), torch.device("meta"):
+            return sum(one.numel() for one in run.with_adapters(run.model.build()).parameters())
+
+    assert parameters(lora_target_modules=["all-linear"]) == parameters(lora_target_modules="all-linear")
+    for keys, reason in (({"lora_r": 0}, "`r` should be a positive"), ({"lora_dropout": 7.0}, "dropout probability")):
+        with pytest.raises(InputError) as caught:
+            parameters(**keys)
+        assert str(caught.value).startswith(f"peft refuses what the `lora_` keys say: ValueError: {reason}")
 
 
 def test_adapters_under_fsdp2_are_sharded_with_the_weights(path: str) -> None:

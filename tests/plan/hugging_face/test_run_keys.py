@@ -138,7 +138,12 @@ def test_what_a_model_is_loaded_with_is_read_unless_a_key_says_it() -> None:
         ),
         (
             {"model_init_kwargs": {"use_kernels": True}},
-            "`model_init_kwargs.use_kernels` is not planned: such kernels need a GPU to be traced.",
+            "`model_init_kwargs.use_kernels=True` is not planned: of these keys a plan reads dtype and"
+            " attn_implementation.",
+        ),
+        (
+            {"torch_dtype": "bfloat16"},
+            "'torch_dtype' is no key of MyArguments or of TRL's ModelConfig; did you mean `dtype`?",
         ),
         (
             {"gradient_checkpointing_kwargs": {"offload": True}},

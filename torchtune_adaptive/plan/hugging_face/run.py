@@ -149,10 +149,11 @@ class HuggingFaceRun:
         keys = self.run_keys.model
         if not keys.use_peft:
             return None
+        modules = keys.lora_target_modules
         return imported("peft", needed_for="LoRA").LoraConfig(
             task_type="CAUSAL_LM",
             r=keys.lora_r,
-            target_modules=keys.lora_target_modules,
+            target_modules=modules[0] if isinstance(modules, list) and len(modules) == 1 else modules,  # as TRL does
             lora_alpha=keys.lora_alpha,
             lora_dropout=keys.lora_dropout,
             use_rslora=keys.use_rslora,
@@ -166,11 +167,9 @@ class HuggingFaceRun:
         Raises:
             InputError: peft cannot add them.
         """
-        adapters = self.adapters
-        if adapters is None:
+        if self.adapters is None:
             return model
         try:
-            return imported("peft", needed_for="LoRA").get_peft_model(model, adapters)
+            return imported("peft", needed_for="LoRA").get_peft_model(model, self.adapters)
         except ValueError as error:
-            modules = self.run_keys.model.lora_target_modules
-            raise InputError(f"`lora_target_modules={modules}` is refused by peft: {reason_of(error)}.") from error
+            raise InputError(f"peft refuses what the `lora_` keys say: {reason_of(error)}.") from error

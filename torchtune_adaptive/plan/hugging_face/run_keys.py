@@ -73,6 +73,14 @@ _MAPPINGS = (
     "gradient_checkpointing_kwargs",
     "activation_checkpointing_kwargs",
 )
+# Keys of `model_init_kwargs` that are read, or do not change the model. Others may change it.
+_OF_LOADING = frozenset(
+    {
+        *("dtype", "torch_dtype", "attn_implementation", "use_cache", "device_map", "max_memory", "low_cpu_mem_usage"),
+        *("trust_remote_code", "revision", "code_revision", "cache_dir", "token", "local_files_only", "force_download"),
+        *("use_safetensors", "variant", "subfolder", "proxies", "offload_folder"),
+    }
+)
 # Keys that are not planned, unless they have one of these values; and what to do.
 _NOT_PLANNED = MappingProxyType(
     {
@@ -80,6 +88,7 @@ _NOT_PLANNED = MappingProxyType(
         "parallelism_config": ((None,), "only data parallelism is planned"),
         "lora_target_parameters": ((None,), "adapters are planned of modules alone"),
         "use_cpu": ((False, None), "a plan is of GPUs"),
+        "full_determinism": ((False, None), "deterministic kernels are not traced"),
         "num_processes": ((None, 1), _RANKS),
         "num_machines": ((None, 1), _RANKS),
     }
@@ -265,7 +274,7 @@ class RunKeys:
         known = {*types, *_OF_A_SCRIPT, *_NOT_PLANNED}
         for key, value in keys.items():
             if key not in known:
-                hint = did_you_mean(key, {name: name for name in known})
+                hint = did_you_mean(key, {name: name for name in known} | {"torch_dtype": "dtype"})
                 raise InputError(f"{quote(key)} is no key of {arguments.title} or of TRL's ModelConfig{hint}")
             values, why = _NOT_PLANNED.get(key, ((value,), ""))
             if value not in values:
@@ -275,12 +284,16 @@ class RunKeys:
             if key.endswith("_checkpointing_kwargs") and (value or {}).get("offload"):
                 raise InputError(f"`{key}.offload` is not planned; `activation_offloading` of TRL is.")
         loaded = keys.get("model_init_kwargs") or {}
-        if loaded.get("use_kernels"):
-            raise InputError("`model_init_kwargs.use_kernels` is not planned: such kernels need a GPU to be traced.")
         if loaded.get("quantization_config"):
             raise InputError(
                 "`model_init_kwargs.quantization_config` is not planned; `load_in_4bit` and `load_in_8bit` are."
             )
+        for key, value in loaded.items():
+            if key not in _OF_LOADING and value is not None:
+                raise InputError(
+                    f"`model_init_kwargs.{key}={value}` is not planned: of these keys a plan reads dtype and"
+                    " attn_implementation."
+                )
         given: dict[str, Any] = {"dtype": loaded.get("dtype", loaded.get("torch_dtype"))}
         given["attn_implementation"] = loaded.get("attn_implementation")
         model = ModelKeys(**given | {key: value for key, value in keys.items() if key in of_model})
