@@ -115,6 +115,31 @@ def test_a_plan_prints_as_tables_of_samples_and_has_a_json_form() -> None:
     assert plan_json(plan)["host"] is None
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(2, WIDTH, WIDTH))
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor([8, len(samples)], dtype=torch.int32)
+        product: Any = getattr(torch, "_grouped_mm")  # noqa: B009 - it is not public
+        return product(samples, self.weights.to(samples.dtype), offs=ends).tanh()
+
+
+def test_experts_that_torch_cannot_trace_are_refused_with_the_type_that_it_can(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def plan(dtype: torch.dtype) -> Any:
+        functions = Experts, make_optimizer, train_step, lambda n: torch.zeros(16 * n, WIDTH, dtype=dtype)
+        return plan_max_batch_size(*functions, memory="1GiB")
+
+    assert plan(torch.bfloat16).fits
+    with pytest.raises(InputError) as caught:
+        plan(torch.float32)
+    assert "; torch traces products of experts in bfloat16 alone, as with `dtype=bfloat16`" in str(caught.value)
+    assert not caplog.records
+
+
 def test_an_optimizer_whose_state_grows_from_step_to_step_is_refused() -> None:
     with pytest.raises(InputError) as caught:
         plan_max_batch_size(

@@ -25,6 +25,7 @@ ARGUMENTS = Arguments(
         "max_steps": "int",
         "gradient_checkpointing": "bool",
         "bf16": "bool | None",
+        "torch_compile": "bool",
         "gradient_checkpointing_kwargs": "dict[str, Any] | str | None",
         "deepspeed": "dict | str | None",
         "model_init_kwargs": "dict[str, Any] | str | None",

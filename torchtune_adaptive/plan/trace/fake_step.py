@@ -4,6 +4,7 @@ A trace has no values. Small tensors of integers that follow from the batch alon
 positions, are computed nevertheless: models read them to choose their operations.
 """
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchtune_adaptive.plan.trace.as_cuda import DevicesMapped, is_cuda
 from torchtune_adaptive.plan.trace.fake_tensors import fake_like, fakes_in_lists, shardings_worked_out_unseen
 
+_LOG_OF_TORCH = logging.getLogger("torch._subclasses.fake_tensor")
 _ATEN: Any = torch.ops.aten
 _READ = _ATEN._local_scalar_dense.default
 _EQUAL = _ATEN.equal.default
@@ -80,6 +82,7 @@ class FakeStep(FakeTensorMode):
         """Within the context operations run in this mode."""
         with ExitStack() as stack:
             stack.enter_context(self)
+            stack.enter_context(mock.patch.object(_LOG_OF_TORCH, "disabled", True))  # the error itself is raised
             if self.like_cuda:
                 stack.enter_context(DevicesMapped("cpu"))
             stack.enter_context(shardings_worked_out_unseen())

@@ -20,6 +20,7 @@ _STANDARD_LIBRARY = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "pl
 # How a `torch.library.custom_op` says that it has no fake implementation: by a plain RuntimeError.
 _CUSTOM_OPERATION = re.compile(r"There was no fake impl registered for <CustomOpDef\((.*?)\)>")
 _NO_KERNEL = "which has no fake implementation (`torch.library.register_fake`)"
+_EXPERTS = "torch traces products of experts in bfloat16 alone, as with `dtype=bfloat16`"  # _meta_grouped_mm_common
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -48,7 +49,8 @@ def _what(error: BaseException, known: str) -> str:
         return f"calls {error.func}, {_NO_KERNEL}"
     if (operation := _CUSTOM_OPERATION.match(str(error))) is not None:
         return f"calls {operation[1]}, {_NO_KERNEL}"
-    return f"raised {reason_of(error)}{known}"
+    experts = f"; {_EXPERTS}" if str(error).startswith("Expected inputs of BF16 type") else ""
+    return f"raised {reason_of(error)}{known}{experts}"
 
 
 def _places(error: BaseException) -> tuple[str, str]:
