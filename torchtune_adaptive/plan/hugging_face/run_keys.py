@@ -199,7 +199,8 @@ class Arguments:
 
 
 def _types_of_fields(kind: Any) -> dict[str, str]:
-    return {one.name: inspect.formatannotation(one.type) for one in fields(kind)}
+    hints = get_type_hints(kind)  # transformers' parser changes those of the fields
+    return {one.name: inspect.formatannotation(hints[one.name]) for one in fields(kind)}
 
 
 def _fields_in_source(title: str) -> dict[str, str]:
