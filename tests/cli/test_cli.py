@@ -262,7 +262,10 @@ HF = ("plan", "--hf", "some/model", "--memory", "80GiB")
         ([*HF, "--seq-len", "8,16"], "`--seq-len` must be an integer, but is '8,16' instead."),
         ([*HF, "--trainer", "adam"], "`--trainer` must be one of sft, dpo, transformers, but is 'adam' instead."),
         ([*HF, "bf16"], "Keys of a run are given as key=value, not as 'bf16'."),
-        ([*HF, "per_device_train_batch_size=0"], "`per_device_train_batch_size` must be at least 1, but is 0 instead."),
+        (
+            [*HF, "--trainer", "transformers", "per_device_train_batch_size=0"],
+            "`per_device_train_batch_size` must be at least 1, but is 0 instead.",
+        ),
     ],
 )
 def test_bad_values_of_a_plan_of_a_hugging_face_model_are_refused(
