@@ -290,6 +290,33 @@ def test_samples_that_differ_in_what_no_trial_has_seen_tell_more() -> None:
     assert cutter.tells_more([masks(20, 22)])
 
 
+def test_a_trial_has_told_more_if_its_samples_differ_more() -> None:
+    """The longest and the shortest row are of one batch; the trial of joined batches takes rows of two."""
+    rows = [[int(place < length) for place in range(8)] for length in (8, 3, 7)]
+    samples = [of_columns(input_ids=one, attention_mask=one) for one in (rows[:2], rows[2:])]
+    cutter = TrainerBatches(3)
+    cutter.joins = True
+    found = []
+    for _ in range(2):
+        cutter.trial_batches(samples)
+        assert not cutter.has_told_more
+        cutter.scale_by(1.0)
+        found.append(cutter.has_told_more)
+    assert found == [True, False]
+    assert cutter.tells_more(samples)
+
+
+def test_a_trial_of_joined_batches_takes_the_longest_row_and_the_shortest_of_another_batch() -> None:
+    """Although another row of that batch has a weight further apart."""
+    rows = [[int(place < length) for place in range(8)] for length in (6, 5, 8, 7, 3, 8)]
+    cutter = TrainerBatches(6)
+    cutter.joins = True
+    pairs = [rows[at : at + 2] for at in (0, 2, 4)]
+    samples = [of_columns(input_ids=pair, attention_mask=pair, weight=[1.0, 9.0]) for pair in pairs]
+    one, other, _ = cutter.trial_batches(samples)[0]
+    assert [int(part.inputs["attention_mask"].sum()) for part in (one, other)] == [8, 3]
+
+
 def test_a_trial_that_finds_nothing_leaves_the_factor() -> None:
     cutter, samples = TrainerBatches(3), [batch([[1], [2], [3], [4]])]
     cutter.scale_by(0.5)

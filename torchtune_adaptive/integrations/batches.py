@@ -24,6 +24,7 @@ _PADDING = {
     "completion_mask": 0,
     "assistant_masks": 0,
 }
+_MASK = "attention_mask"
 _VALID = "valid labels"  # an amount: how many labels [rows, tokens] of a sample count in a loss
 _LABEL = "label "  # and the one of a sample: an amount of 1
 _FAR_APART = 1 / 3  # two amounts of which one is twice the other: a larger difference would not tell more
@@ -72,6 +73,7 @@ class TrainerBatches(Slices):
         pad_token: for ``input_ids``.
         ignores_labels: whether the loss is known to leave out labels of -100.
         why_whole: why batches must not be cut, as part of a sentence, or "".
+        has_told_more: whether the last trial has found a factor with two samples that differ more than those before.
         factor: by how much the loss of both of two samples differs from the sum of each one's, as a trial has found. It
             is then scaled. None: not known.
 
@@ -97,9 +99,10 @@ class TrainerBatches(Slices):
     def forget_trials(self) -> None:
         """Begin as if there had been no trial."""
         self.factor: float | None = None
+        self.has_told_more = False
         self._tried: Amounts = {}  # the largest differences between the two samples of a trial that has found a factor
         self._pads = False  # whether one of them was padded
-        self._last: tuple[Amounts, bool] = {}, False  # the same of the last trial
+        self._last: tuple[Amounts, bool, Amounts] = {}, False, {}  # of the last trial; and what it was to show
 
     def cut(self, samples: Sequence[TrainerBatch]) -> list[TrainerBatch]:
         """The micro-batches of all batches, in their order."""
@@ -123,7 +126,8 @@ class TrainerBatches(Slices):
             raise cannot_cut(self.why_whole)
         if not samples:
             return []
-        order = self._in_order(samples)
+        self.has_told_more = False
+        order, wanted = self._in_order(samples)
         one, other = (order[number % len(order)] for number in pair or (0, 1))
         changed, rows, of_first = _with_fewer_labels(other, one), [other.number], [one.number]
         ignored = [number for number in _ignored_samples(changed.inputs) if number != one.number]
@@ -139,7 +143,7 @@ class TrainerBatches(Slices):
             return [alone]
         shorter, longer = sorted(_padded_length(part.inputs) for part in alone)
         amounts = [_sum(self._amounts(part.inputs)) for part in alone]
-        self._last = _differences(amounts), shorter <= _LONGEST_SHARE * longer
+        self._last = _differences(amounts), shorter <= _LONGEST_SHARE * longer, wanted
         return [[*alone, self._micro_batch([first, second])], alone]
 
     def tells_more(self, samples: Sequence[TrainerBatch]) -> bool:
@@ -172,8 +176,9 @@ class TrainerBatches(Slices):
 
     def scale_by(self, factor: float) -> bool:
         """Scale losses from now on, as the last trial has found."""
-        differences, pads = self._last
+        differences, pads, wanted = self._last
         self.factor, self._pads = factor, self._pads or pads
+        self.has_told_more = any(differences.get(name, 0.0) > self._tried.get(name, 0.0) for name in wanted)
         for name, size in differences.items():
             self._tried[name] = max(size, self._tried.get(name, 0.0))
         return True
@@ -306,11 +311,17 @@ class TrainerBatches(Slices):
             name: size for name, size in _differences(samples).items() if tried.get(name, 0) < min(size / 2, _FAR_APART)
         }
 
-    def _in_order(self, samples: Sequence[TrainerBatch]) -> list[_Place]:
-        """Samples that may meet in a micro-batch, as a trial takes them.
+    def _distance(self, samples: Sequence[Amounts]) -> tuple[float, float]:
+        """How far apart samples are: in length, if batches are joined and no trial has seen padding; then in all."""
+        is_first = self.joins and not self._pads
+        lengths = (size for name, size in _differences(samples).items() if name.startswith(_MASK))
+        return sum(lengths) if is_first else 0.0, sum(self._untried(samples).values())
 
-        The first one has the most labels, or that of the most samples. The next ones have labels, are if possible of
-        another batch, and differ the most from it in what no trial has seen.
+    def _in_order(self, samples: Sequence[TrainerBatch]) -> tuple[list[_Place], Amounts]:
+        """Samples that may meet in a micro-batch, as a trial takes them; and what it is to show.
+
+        The first one has the most of what differs the most, or the label of the most samples. The next ones have
+        labels, are if possible of another batch, and differ the most from it.
         """
 
         def found_in(group: Sequence[TrainerBatch]) -> list[tuple[_Place, Amounts]]:
@@ -320,24 +331,27 @@ class TrainerBatches(Slices):
                 for number, amounts in enumerate(self._amounts(batch.inputs))
             ]
 
-        def size_of(found: list[tuple[_Place, Amounts]]) -> float:
-            return sum(self._untried([amounts for _, amounts in found]).values())
-
-        every = max(map(found_in, self._groups(samples)), key=size_of)
+        every = max(
+            map(found_in, self._groups(samples)), key=lambda found: self._distance([amounts for _, amounts in found])
+        )
         names = Counter(name for _, amounts in every for name in amounts)
         counts = [_num_labels(amounts, names) for _, amounts in every]
-        first = max(range(len(every)), key=counts.__getitem__)
+        wanted = self._untried([amounts for _, amounts in every])
+        main = _MASK if self.joins and not self._pads else max(wanted, key=wanted.__getitem__, default="")
+        if main != _MASK and any(name.startswith(_LABEL) for name in names):
+            main = ""  # all labels are compared with the one of the most samples
+        first = max(range(len(every)), key=lambda one: (counts[one] > 0, every[one][1].get(main, 0.0), counts[one]))
         (of_first, _), amounts_of_first = every[first]
 
-        def rank(index: int) -> tuple[bool, bool, bool, float, bool, float]:
+        def rank(index: int) -> tuple[Any, ...]:
             """The least comes first."""
             (batch, _), amounts = every[index]
             is_another, has_no_labels = index != first, counts[index] == 0
-            size = sum(self._untried([amounts_of_first, amounts]).values())
+            distances = (-one for one in self._distance([amounts_of_first, amounts]))
             is_as_long = _padded_length(batch.inputs) == _padded_length(of_first.inputs)
-            return is_another, has_no_labels, batch is of_first, -size, is_as_long, counts[index]
+            return is_another, has_no_labels, batch is of_first, *distances, is_as_long, counts[index]
 
-        return [every[index][0] for index in sorted(range(len(every)), key=rank)]
+        return [every[index][0] for index in sorted(range(len(every)), key=rank)], wanted
 
 
 def rounded_down(size: int, *, largest_batch: int) -> int:

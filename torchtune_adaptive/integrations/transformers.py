@@ -238,6 +238,8 @@ class AdaptiveTrainerMixin(_Trainer):
                 self._joins = cutter.joins = self._can_join(step, batches)
             if not cutter.joins:
                 step.prepare(batches)
+            if not step.any_rank(cutter.has_told_more):
+                break
         cutter.joins = cutter.joins and not step.any_rank(cutter.lacks_padding(batches))
 
     def _any_rank(self, fact: bool) -> bool:
