@@ -15,16 +15,16 @@ from torchtune_adaptive.errors import InputError, quote
 
 IGNORED = -100  # a label that transformers' losses leave out
 # With what tensors [rows, tokens] are padded; `input_ids` with a token of the trainer's.
+_MASK = "attention_mask"
 _PADDING = {
     "input_ids": 0,
-    "attention_mask": 0,
+    _MASK: 0,
     "labels": IGNORED,
     "position_ids": 0,
     "token_type_ids": 0,
     "completion_mask": 0,
     "assistant_masks": 0,
 }
-_MASK = "attention_mask"
 _VALID = "valid labels"  # an amount: how many labels [rows, tokens] of a sample count in a loss
 _LABEL = "label "  # and the one of a sample: an amount of 1
 _FAR_APART = 1 / 3  # two amounts of which one is twice the other: a larger difference would not tell more
@@ -58,6 +58,20 @@ class _Place(NamedTuple):
 
     batch: TrainerBatch
     number: int
+
+
+class _Shown(NamedTuple):
+    """What the samples of a trial can show.
+
+    Attributes:
+        differences: between the two.
+        pads: whether one of them is padded.
+        wanted: the differences for which they were chosen.
+    """
+
+    differences: Amounts
+    pads: bool
+    wanted: Amounts
 
 
 class TrainerBatches(Slices):
@@ -102,7 +116,7 @@ class TrainerBatches(Slices):
         self.has_told_more = False
         self._tried: Amounts = {}  # the largest differences between the two samples of a trial that has found a factor
         self._pads = False  # whether one of them was padded
-        self._last: tuple[Amounts, bool, Amounts] = {}, False, {}  # of the last trial; and what it was to show
+        self._last = _Shown({}, pads=False, wanted={})
 
     def cut(self, samples: Sequence[TrainerBatch]) -> list[TrainerBatch]:
         """The micro-batches of all batches, in their order."""
@@ -143,7 +157,7 @@ class TrainerBatches(Slices):
             return [alone]
         shorter, longer = sorted(_padded_length(part.inputs) for part in alone)
         amounts = [_sum(self._amounts(part.inputs)) for part in alone]
-        self._last = _differences(amounts), shorter <= _LONGEST_SHARE * longer, wanted
+        self._last = _Shown(_differences(amounts), pads=shorter <= _LONGEST_SHARE * longer, wanted=wanted)
         return [[*alone, self._micro_batch([first, second])], alone]
 
     def tells_more(self, samples: Sequence[TrainerBatch]) -> bool:
@@ -176,7 +190,7 @@ class TrainerBatches(Slices):
 
     def scale_by(self, factor: float) -> bool:
         """Scale losses from now on, as the last trial has found."""
-        differences, pads, wanted = self._last
+        differences, pads, wanted = self._last  # which a trial has now confirmed
         self.factor, self._pads = factor, self._pads or pads
         self.has_told_more = any(differences.get(name, 0.0) > self._tried.get(name, 0.0) for name in wanted)
         for name, size in differences.items():
@@ -274,7 +288,7 @@ class TrainerBatches(Slices):
 
     def _labels_leave_padding_out(self, every: Sequence[Mapping[str, Any]]) -> bool:
         """Whether joined rows may be padded with labels of -100, so far as it can be seen."""
-        found = [(one["labels"], one["attention_mask"]) for one in every if "labels" in one]
+        found = [(one["labels"], one[_MASK]) for one in every if "labels" in one]
         if any(labels.shape == mask.shape and (labels[mask == 0] != IGNORED).any() for labels, mask in found):
             return False
         is_padded = len({labels.shape[1:] for labels, _ in found}) > 1
@@ -282,7 +296,7 @@ class TrainerBatches(Slices):
 
     def _without_padding(self, batch: TrainerBatch, numbers: Sequence[int]) -> TrainerBatch:
         """The batch without the tokens at both ends that are padding in all samples with these ``numbers``."""
-        mask = self._rows(batch.inputs, numbers).get("attention_mask")
+        mask = self._rows(batch.inputs, numbers).get(_MASK)
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not mask.any():
             return batch
         width, places = mask.shape[1], mask.any(dim=0).nonzero()
@@ -373,7 +387,7 @@ def _has_known_padding(inputs: Mapping[str, Any]) -> bool:
     found = dict(columns(inputs))
     return (
         found.keys() == {*inputs}
-        and "attention_mask" in found
+        and _MASK in found
         and all(
             isinstance(one, torch.Tensor) and (one.ndim == 1 or (one.ndim == 2 and name in _PADDING))
             for name, one in found.items()

@@ -185,11 +185,10 @@ class AdaptiveTrainerMixin(_Trainer):
         self._close_step()
         searches = self._micro_batch_size is None and not self._is_provisional and self._can_search()
         if searches or size > self.args.per_device_train_batch_size:
-            self._batches.joins = not self._any_rank(not self._batches.can_be_joined(batches))
-        if self._batches.joins:
             step = self._recoverable_step(model)
             try:
-                self._batches.joins = self._can_join(step, batches)
+                self._batches.joins = not step.any_rank(not self._batches.can_be_joined(batches))
+                self._batches.joins = self._batches.joins and self._can_join(step, batches)
             finally:
                 step.close()
         self._joins = self._batches.joins
@@ -241,10 +240,6 @@ class AdaptiveTrainerMixin(_Trainer):
             if not step.any_rank(cutter.has_told_more):
                 break
         cutter.joins = cutter.joins and not step.any_rank(cutter.lacks_padding(batches))
-
-    def _any_rank(self, fact: bool) -> bool:
-        """Whether ``fact`` holds on any rank. A collective."""
-        return bool(self.accelerator.gather(torch.tensor([fact], device=self.args.device)).any())
 
     def _with_reference(self, model: nn.Module) -> nn.Module:
         """``model``, together with the reference model of DPO if there is one."""

@@ -180,8 +180,10 @@ class _Found:
         paths = self.folder.paths()
         run_id = self.last_run or (self.complete[-1].run_id if self.complete else "")
         # torchtune copies the state file of a base model that this package has trained into each epoch of its own.
-        stocks = self.stock and self.stock.path
-        every = [one for one in self.complete if one.run_id == run_id and (one.can_resume or one.path != stocks)]
+        path_of_torchtune = self.stock and self.stock.path
+        every = [
+            one for one in self.complete if one.run_id == run_id and (one.can_resume or one.path != path_of_torchtune)
+        ]
         own = [one for one in every if one.path not in self.changed]
         while own and not own[-1].can_resume and (change := changed_file(own[-1])):
             _log_skipped(own[-1], change)

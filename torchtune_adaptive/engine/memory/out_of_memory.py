@@ -133,7 +133,7 @@ def errors_behind(error: BaseException | None, *, handled: BaseException | None 
         handled: the error that was already being handled before the step began, if any. It and those behind it are left
             out: they say nothing about the step.
     """
-    waiting, seen = [error], {id(None), id(handled)}
+    waiting, seen = [error], {id(handled)}
     while waiting:
         one = waiting.pop()
         if one is None or id(one) in seen:

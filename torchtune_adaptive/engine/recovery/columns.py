@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -120,15 +120,20 @@ def was_changed(given: Any, original: Any, *, has_own_names: bool = True) -> boo
     return _is_array(original) and given.tobytes() != original.tobytes()
 
 
-def versions(batch: Any) -> list[int]:
-    """How often each tensor of a batch has been changed in place."""
-    return [one._version for one in leaves(batch) if isinstance(one, torch.Tensor) and not one.is_inference()]
+def tensors_in(batch: Any) -> list[torch.Tensor]:
+    """All tensors of a batch."""
+    return [one for one in leaves(batch) if isinstance(one, torch.Tensor)]
 
 
-def gradients_of(batch: Any) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Each tensor of a batch that gets gradients, as in split learning, with a copy of those that it has."""
-    tensors = (one for one in leaves(batch) if isinstance(one, torch.Tensor) and one.requires_grad and one.is_leaf)
-    return [(one, None if one.grad is None else one.grad.clone()) for one in tensors]
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each tensor has been changed in place."""
+    return [one._version for one in tensors if not one.is_inference()]
+
+
+def gradients_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Each tensor that gets gradients, as samples do in split learning, with a copy of those that it has."""
+    trained = (one for one in tensors if one.requires_grad and one.is_leaf)
+    return [(one, None if one.grad is None else one.grad.clone()) for one in trained]
 
 
 def is_column(value: Any) -> bool:

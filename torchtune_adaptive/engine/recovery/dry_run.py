@@ -145,12 +145,13 @@ def dry_run(
             verdict = Verdict() if trial is None or len(micro_steps) < 3 else trial.verdict(consensus)
             if trial is not None and verdict.may_be_random:
                 again = new_trial(seed=1)
-                run(micro_steps[:1], keeps_gradients=False, trial=again)
-                verdict = verdict if trial.is_like(again, consensus) else Verdict(is_random=True)
+                fits = run(micro_steps[:1], keeps_gradients=False, trial=again) is not None
+                if fits and not trial.is_like(again, consensus):
+                    verdict = Verdict(is_random=True)
             if trial is not None and verdict.may_be_random:
                 again = new_trial(keeps_gradients=keeps_gradients, has_constant_noise=True)
-                run(micro_steps, keeps_gradients=keeps_gradients, trial=again)
-                of_constant = again.verdict(consensus)
+                fits = run(micro_steps, keeps_gradients=keeps_gradients, trial=again) is not None
+                of_constant = again.verdict(consensus) if fits else verdict
                 verdict = verdict if of_constant.factor is None else of_constant
             if changed := consensus.first_reason("" if unchanged is None else unchanged.first_changed()):
                 raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")

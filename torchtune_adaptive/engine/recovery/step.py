@@ -19,7 +19,7 @@ from torchtune_adaptive.engine.memory.devices import computing_device, optimizer
 from torchtune_adaptive.engine.optimizers import optimizers_within
 from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery
 from torchtune_adaptive.engine.recovery.backoff import Backoff
-from torchtune_adaptive.engine.recovery.columns import copied, gradients_of, versions, was_changed
+from torchtune_adaptive.engine.recovery.columns import copied, gradients_of, tensors_in, versions, was_changed
 from torchtune_adaptive.engine.recovery.dry_run import DryRun, allocate_states, dry_run
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
 from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
@@ -236,14 +236,14 @@ class RecoverableStep(Generic[Sums]):
         size_before = self._cutter.size
         self._grow_if_due()
         self._watch.start_step(self._cutter.size)
-        unchanged = None if self._cutter.adds_up or self._gives_copies else versions(samples)
-        gradients = [] if self._cutter.adds_up else gradients_of(samples)
+        tensors = [] if self._cutter.adds_up else tensors_in(samples)
+        unchanged, gradients = versions(tensors), gradients_of(tensors)
         while True:
             micro_batches = self._cutter.cut(samples)
             attempt = self._recovery.attempt(
                 self._micro_steps(micro_batches), numbers=self._watch.last_step, is_even=self._cutter.is_even
             )
-            is_changed = unchanged is not None and versions(samples) != unchanged
+            is_changed = not self._gives_copies and versions(tensors) != unchanged
             self._gives_copies |= is_changed
             if attempt.pressure is not MemoryPressure.OUT_OF_MEMORY:
                 break

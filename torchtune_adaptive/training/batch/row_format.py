@@ -124,7 +124,7 @@ class RowFormat(ABC):
     def collating(self, collate: Callable[[Sequence[Row]], Any]) -> Callable[[Sequence[Row]], Any]:
         """``collate``, for samples of this format. A first row without tokens gets one that does not count in the loss.
 
-        torchtune's models take no batch without tokens, and that for pairs none whose first row has none.
+        torchtune's models fail on a batch without tokens, and its function that collates pairs if the first has none.
         """
 
         def collated(rows: Sequence[Row]) -> Any:
