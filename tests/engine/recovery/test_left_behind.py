@@ -1,5 +1,6 @@
 """A step that fails halfway, a dry run and a search leave nothing in the model that a plain loop would not have."""
 
+import collections
 import itertools
 import weakref
 from collections.abc import Callable
@@ -88,6 +89,32 @@ class Observer(nn.Module):
         return rows
 
 
+class Balanced(nn.Module):
+    """Auxiliary losses in a list, which the loop adds up and clears; counts in a dict; a history that starts late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+        self.losses = list[torch.Tensor]()
+        self.counts = {"calls": 0}
+
+    def forward(self, rows: Rows) -> Rows:
+        if not hasattr(self, "history"):
+            self.history = collections.deque[int](maxlen=2)
+        self.counts["calls"] += 1
+        self.history.append(self.counts["calls"])
+        self.losses.append(self.gate(rows).square().sum())
+        self.losses.append(self.gate(rows + sum(self.history) / 10).square().sum())
+        return rows
+
+
+def with_auxiliary_losses(model: Any, rows: Rows) -> torch.Tensor:
+    losses = model[3].losses
+    total = model(rows).square().sum() + sum(losses)
+    losses.clear()
+    return total
+
+
 def plain(model: nn.Module, rows: Rows) -> torch.Tensor:
     return model(rows).square().sum()
 
@@ -131,6 +158,7 @@ CASES: dict[str, tuple[type[nn.Module], Loss]] = {
     "features in a new attribute": (Drawn, plain),
     "features, a flag and a counter": (Filled, plain),
     "a buffer without a shape": (Observer, plain),
+    "losses in a list, counts in a dict, and a history": (Balanced, with_auxiliary_losses),
 }
 
 
@@ -249,13 +277,30 @@ class Hooked(nn.Module):
 
     def forward(self, rows: Rows) -> Rows:
         if not self.is_hooked:
-            self.linear.register_forward_hook(lambda *_: self.calls.append(1))
+            self.hook()
             self.is_hooked = True
         return self.linear(rows)
 
+    def hook(self) -> Any:
+        return self.linear.register_forward_hook(lambda *_: self.calls.append(1))
 
-def test_a_hook_that_the_first_forward_pass_installs_is_installed_once() -> None:
-    training = Training(Hooked, plain)
+
+class HookedByHandles(Hooked):
+    """Installs a hook unless there is a handle of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handles = list[Any]()
+
+    def forward(self, rows: Rows) -> Rows:
+        if not self.handles:
+            self.handles.append(self.hook())
+        return self.linear(rows)
+
+
+@pytest.mark.parametrize("layer_type", [Hooked, HookedByHandles])
+def test_a_hook_that_the_first_forward_pass_installs_is_installed_once(layer_type: type[nn.Module]) -> None:
+    training = Training(layer_type, plain)
     training.recovered(Fault(8), failing=0)
     layer: Any = training.model[3]
     layer.calls.clear()
@@ -266,23 +311,25 @@ def test_a_hook_that_the_first_forward_pass_installs_is_installed_once() -> None
 class Remembering(nn.Module):
     """Keeps its last activations, for whoever wants to look at them."""
 
-    last: torch.Tensor | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.by_name = torch.zeros(1), dict[str, torch.Tensor]()
 
     def forward(self, rows: Rows) -> Rows:
         self.last = rows.detach()
+        self.by_name["last"] = rows.detach() + 0
         return rows
 
 
-def test_activations_in_an_attribute_do_not_outlive_the_next_forward_pass() -> None:
+def test_activations_that_a_module_keeps_do_not_outlive_the_next_forward_pass() -> None:
     training = Training(Remembering, plain)
     layer: Any = training.model[3]
-    layer.last = torch.zeros(1)
     step = RecoverableStep(training.model, training.micro_step, micro_batch_size=1)
     long_rows, alive = torch.zeros(2, 2**18 // WIDTH + 1, WIDTH), list[bool]()
     step(long_rows)
     training.update()
-    before = weakref.ref(layer.last)
-    layer.register_forward_hook(lambda *_: alive.append(before() is not None))
+    before = [weakref.ref(layer.last), weakref.ref(layer.by_name["last"])]
+    layer.register_forward_hook(lambda *_: alive.append(any(one() is not None for one in before)))
     step(long_rows)
     assert layer.last.nbytes > 2**20
     assert not alive[0]

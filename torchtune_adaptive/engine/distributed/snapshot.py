@@ -9,20 +9,16 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from torchtune_adaptive.engine.distributed.attributes import SMALL_BYTES, KeptAttributes, TensorPlace, tensor_places
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states, reset_after_failure
 from torchtune_adaptive.engine.memory.copies import Copies, Restore
 from torchtune_adaptive.engine.memory.operations import plain_parts
 from torchtune_adaptive.engine.optimizers import SavedOptimizers
-
-_SMALL_BYTES = 2**20  # buffers that cost nothing to copy in each step
-_INTERNAL = frozenset(vars(nn.Module()))  # the names of a module's own attributes
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
 
 
 @contextmanager
@@ -199,104 +195,6 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
     return int(eights.view(torch.int64).sum()) + int(rest.sum())
 
 
-class TensorPlace(NamedTuple):
-    """Where a module holds a buffer, or another tensor that is no parameter: its ``_buffers`` or its attributes.
-
-    A step may put another tensor there: ``self.mean = 0.9 * self.mean + ...``.
-    """
-
-    holder: dict[str, Any]
-    name: str
-    is_buffer: bool
-
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        """The tensor that is there now."""
-        found = self.holder.get(self.name)
-        return found if isinstance(found, torch.Tensor) else None
-
-    @property
-    def costs_little(self) -> bool:
-        """Whether what is there now can be kept in each step: it may be an activation of the step before."""
-        return self.is_buffer or (_can_be_set(self.tensor) and self.tensor.nbytes <= _SMALL_BYTES)
-
-    def put(self, tensor: torch.Tensor | None) -> None:
-        self.holder[self.name] = tensor
-
-
-def tensor_places(model: nn.Module) -> list[TensorPlace]:
-    """The places of all buffers of ``model``, and of tensors in attributes of modules of the user's own classes."""
-    places = [TensorPlace(module._buffers, name, True) for module in model.modules() for name in module._buffers]
-    holders = (vars(module) for module in model.modules() if not _is_of_torch(module))
-    found = ((one, name) for one in holders for name, value in one.items() if _can_be_set(value))
-    return places + [TensorPlace(holder, name, False) for holder, name in found]
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    """Whether all classes of ``module`` are torch's own, whose attributes no step changes but for ``training``."""
-    return all(one.__module__.partition(".")[0] in ("torch", "builtins") for one in type(module).__mro__)
-
-
-def _can_be_set(value: Any) -> TypeGuard[torch.Tensor]:
-    """Whether ``value`` is a tensor that could be filled again: not the result of a step, nor an expanded one."""
-    if not isinstance(value, torch.Tensor) or not value.is_leaf or value.is_inference():
-        return False
-    return all(part.layout is torch.strided and not _is_expanded(part) for part in plain_parts(value))
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-class KeptAttributes:
-    """What a step may leave changed in a model beside tensors, above all if it fails halfway.
-
-    These are the modes of modules; in modules of the user's own classes, plain attributes such as flags, lengths and
-    counters; which parameters need gradients; and whether this thread computes gradients. What a module keeps in a
-    list, a dict or another object is not restored. Attributes and buffers that a step adds are removed, so that the
-    next step adds them again, unless they hold such an object. Hooks of modules that a step adds stay, and so do flags
-    that have become True together with them: transformers sets one to install its hooks only once.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())
-        self._parameters = list(model.parameters())
-        own = [module for module in self._modules if not _is_of_torch(module)]
-        self._holders = [holder for module in own for holder in (vars(module), module._buffers)]
-        self.save()
-
-    def save(self) -> None:
-        """Keep what is there now."""
-        self._computes_gradients = torch.is_grad_enabled()
-        self._first_new_hook = RemovableHandle.next_id
-        self._modes = [module.training for module in self._modules]
-        self._need_gradients = [parameter.requires_grad for parameter in self._parameters]
-        self._names = [list(holder) for holder in self._holders]
-        self._values = [
-            {name: value for name, value in holder.items() if type(value) in _PLAIN} for holder in self._holders
-        ]
-
-    def restore(self) -> None:
-        """Restore what was kept, any number of times."""
-        has_installed = self._has_new_hooks()
-        torch.set_grad_enabled(self._computes_gradients)
-        for parameter, needs_gradients in zip(self._parameters, self._need_gradients, strict=True):
-            if parameter.requires_grad is not needs_gradients:
-                parameter.requires_grad_(needs_gradients)
-        for holder, names, values in zip(self._holders, self._names, self._values, strict=True):
-            kept = {name for name, value in holder.items() if value is True} if has_installed else set[str]()
-            for name in holder.keys() - set(names) - kept:
-                if type(holder[name]) in _PLAIN or isinstance(holder[name], torch.Tensor):
-                    del holder[name]
-            holder.update((name, value) for name, value in values.items() if name not in _INTERNAL | kept)
-        for module, is_training in zip(self._modules, self._modes, strict=True):
-            module.training = is_training
-
-    def _has_new_hooks(self) -> bool:
-        hooks = (hooks for one in self._modules for hooks in (one._forward_hooks, one._forward_pre_hooks))
-        return any(number >= self._first_new_hook for numbers in hooks for number in numbers)
-
-
 class KeptBuffers:
     """The buffers and other tensors that are at ``places`` now, and copies of them on the same device.
 
@@ -308,10 +206,10 @@ class KeptBuffers:
         self._places = places
         self._buffers = [(place, place.tensor) for place in places if copies is not None or place.costs_little]
         tensors = {id(one): one for _, one in self._buffers if one is not None}.values()
-        self._tensors = KeptTensors(one for one in tensors if copies is None or one.nbytes <= _SMALL_BYTES)
+        self._tensors = KeptTensors(one for one in tensors if copies is None or one.nbytes <= SMALL_BYTES)
         self._elsewhere: list[tuple[torch.Tensor, list[int], Restore]] = []
         if copies is not None:
-            large = (one for one in tensors if one.nbytes > _SMALL_BYTES)
+            large = (one for one in tensors if one.nbytes > SMALL_BYTES)
             self._elsewhere = [(one, _checksum(one), copies.copy(one)) for one in large]
 
     def renewed(self) -> "KeptBuffers":
@@ -331,7 +229,7 @@ class KeptBuffers:
         return [
             place
             for place, tensor in self._buffers
-            if tensor is None or tensor.nbytes <= _SMALL_BYTES or place.tensor is not tensor or id(tensor) in changed
+            if tensor is None or tensor.nbytes <= SMALL_BYTES or place.tensor is not tensor or id(tensor) in changed
         ]
 
     def restore(self) -> None:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic, TypeVar
 
+from torchtune_adaptive.engine.distributed.attributes import KeptAttributes, TensorPlace
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, drop_forward_passes, fsdp_states
 from torchtune_adaptive.engine.distributed.functional_collectives import wait_for_unused_results
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CollectiveStateUnknownError, Ledger
-from torchtune_adaptive.engine.distributed.snapshot import KeptAttributes, KeptBuffers, RandomStates, TensorPlace
+from torchtune_adaptive.engine.distributed.snapshot import KeptBuffers, RandomStates
 from torchtune_adaptive.engine.loop import Loop, sum_of_results
 from torchtune_adaptive.engine.memory.devices import wait_for
 from torchtune_adaptive.engine.memory.out_of_memory import (

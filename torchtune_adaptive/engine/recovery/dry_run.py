@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchtune_adaptive.engine.distributed.attributes import KeptAttributes, TensorPlace, tensor_places
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.ddp_ledger import DdpLedger
 from torchtune_adaptive.engine.distributed.fsdp_ledger import FsdpLedger
@@ -29,14 +30,7 @@ from torchtune_adaptive.engine.distributed.functional_collectives import (
     groups_of,
 )
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, Collective, Ledger
-from torchtune_adaptive.engine.distributed.snapshot import (
-    KeptAttributes,
-    KeptBuffers,
-    TensorPlace,
-    UnchangedParameters,
-    keep_random_states,
-    tensor_places,
-)
+from torchtune_adaptive.engine.distributed.snapshot import KeptBuffers, UnchangedParameters, keep_random_states
 from torchtune_adaptive.engine.distributed.vote import Outcome, PeerFailedError, run_or_abort_together
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.copies import Copies

@@ -1,0 +1,156 @@
+"""What modules hold beside parameters, and a step may change: buffers, tensors in attributes, flags, lists."""
+
+import collections
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from torchtune_adaptive.engine.memory.operations import plain_parts
+
+SMALL_BYTES = 2**20  # of tensors that cost nothing to keep in each step
+_INTERNAL = frozenset(vars(nn.Module()))  # the names of a module's own attributes
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
+_CONTAINERS = frozenset(
+    {list, set, collections.deque, dict, collections.OrderedDict, collections.defaultdict, collections.Counter}
+)
+_KEPT = _PLAIN | _CONTAINERS
+_OTHER = object()  # in place of what is not kept
+
+
+class TensorPlace(NamedTuple):
+    """Where a module holds a buffer, or another tensor that is no parameter: its ``_buffers`` or its attributes.
+
+    A step may put another tensor there: ``self.mean = 0.9 * self.mean + ...``.
+    """
+
+    holder: dict[str, Any]
+    name: str
+    is_buffer: bool
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor that is there now."""
+        found = self.holder.get(self.name)
+        return found if isinstance(found, torch.Tensor) else None
+
+    @property
+    def costs_little(self) -> bool:
+        """Whether what is there now can be kept in each step: it may be an activation of the step before."""
+        return self.is_buffer or (self.tensor is not None and _costs_little(self.tensor))
+
+    def put(self, tensor: torch.Tensor | None) -> None:
+        self.holder[self.name] = tensor
+
+
+def tensor_places(model: nn.Module) -> list[TensorPlace]:
+    """The places of all buffers of ``model``, and of tensors in attributes of modules of the user's own classes."""
+    places = [TensorPlace(module._buffers, name, True) for module in model.modules() for name in module._buffers]
+    holders = (vars(module) for module in model.modules() if not _is_of_torch(module))
+    found = ((one, name) for one in holders for name, value in one.items() if _can_be_set(value))
+    return places + [TensorPlace(holder, name, False) for holder, name in found]
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether all classes of ``module`` are torch's own, whose attributes no step changes but for ``training``."""
+    return all(one.__module__.partition(".")[0] in ("torch", "builtins") for one in type(module).__mro__)
+
+
+def _can_be_set(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether ``value`` is a tensor that could be filled again: not the result of a step, nor an expanded one."""
+    if not isinstance(value, torch.Tensor) or not value.is_leaf or value.is_inference():
+        return False
+    return all(part.layout is torch.strided and not _is_expanded(part) for part in plain_parts(value))
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+class KeptAttributes:
+    """What a step may leave changed in a model beside tensors, above all if it fails halfway.
+
+    These are the modes of modules; in modules of the user's own classes, plain attributes such as flags and counters,
+    and lists, dicts, sets and deques; which parameters need gradients; and whether this thread computes gradients. What
+    is within a list in a list, or in an object of another class, is not restored; nor is a list with the result of an
+    earlier step, which would then keep its memory. Attributes and buffers that a step adds are removed, so that the
+    next step adds them again, unless they hold another object. Hooks of modules that a step adds stay, and so do their
+    handles, and flags that have become True together with them: transformers sets one to install its hooks only once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._parameters = list(model.parameters())
+        own = [module for module in self._modules if not _is_of_torch(module)]
+        self._holders = [holder for module in own for holder in (vars(module), module._buffers)]
+        self._names: list[list[str]] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self.save()
+
+    def save(self) -> None:
+        """Keep what is there now."""
+        self._computes_gradients = torch.is_grad_enabled()
+        self._first_new_hook = RemovableHandle.next_id
+        self._modes = [module.training for module in self._modules]
+        self._need_gradients = [parameter.requires_grad for parameter in self._parameters]
+        names = list(map(list, self._holders))
+        if names != self._names:
+            self._names = names
+            self._places = [(holder, name) for holder in self._holders for name in holder if name not in _INTERNAL]
+        self._values: list[Any] = [
+            value if type(value := holder[name]) in _KEPT else _OTHER for holder, name in self._places
+        ]
+        containers = [value for value in self._values if type(value) in _CONTAINERS]
+        if any(issubclass(one, torch.Tensor) for one in set(map(type, _within(containers)))):
+            containers = [one for one in containers if all(map(_costs_little, _within([one])))]
+        self._containers, self._copies = containers, [one.copy() for one in containers]
+
+    def restore(self) -> None:
+        """Restore what was kept, any number of times."""
+        has_installed = self._has_new_hooks()
+        torch.set_grad_enabled(self._computes_gradients)
+        for parameter, needs_gradients in zip(self._parameters, self._need_gradients, strict=True):
+            if parameter.requires_grad is not needs_gradients:
+                parameter.requires_grad_(needs_gradients)
+        for holder, names in zip(self._holders, self._names, strict=True):
+            for name in holder.keys() - set(names):
+                if not (has_installed and _tells_of_hooks(holder[name])) and _can_be_removed(holder[name]):
+                    del holder[name]
+        for (holder, name), value in zip(self._places, self._values, strict=True):
+            if value is not _OTHER and not (has_installed and _tells_of_hooks(holder.get(name))):
+                holder[name] = value
+        for container, kept in zip(self._containers, self._copies, strict=True):
+            if not (has_installed and _tells_of_hooks(container)):
+                container.clear()
+                (container.extend if hasattr(container, "extend") else container.update)(kept)
+        for module, is_training in zip(self._modules, self._modes, strict=True):
+            module.training = is_training
+
+    def _has_new_hooks(self) -> bool:
+        hooks = (hooks for one in self._modules for hooks in (one._forward_hooks, one._forward_pre_hooks))
+        return any(number >= self._first_new_hook for numbers in hooks for number in numbers)
+
+
+def _within(containers: Iterable[Any]) -> Iterator[Any]:
+    """All that is in ``containers``, keys of dicts excepted."""
+    return chain.from_iterable(one.values() if isinstance(one, dict) else one for one in containers)
+
+
+def _costs_little(value: Any) -> bool:
+    """Whether ``value`` can be kept in each step: it may be an activation of the step before."""
+    return not isinstance(value, torch.Tensor) or (_can_be_set(value) and value.nbytes <= SMALL_BYTES)
+
+
+def _can_be_removed(value: Any) -> bool:
+    """Whether a step that has set an attribute to ``value`` will set it again once it is gone."""
+    return isinstance(value, torch.Tensor) or type(value) in _KEPT
+
+
+def _tells_of_hooks(value: Any) -> bool:
+    """Whether ``value`` is a flag that is True, or has handles of hooks."""
+    return value is True or (
+        type(value) in _CONTAINERS and any(isinstance(one, RemovableHandle) for one in _within([value]))
+    )
