@@ -139,6 +139,17 @@ class Training:
         step.close()
         return self.state()
 
+    def without_recovery(self, size: int) -> list[torch.Tensor]:
+        """The same with recovery turned off."""
+        step = self.recoverable(size)
+        step.disable()
+        for number in range(STEPS):
+            self._thaw(number)
+            step(self.rows(number))
+            self.update()
+        step.close()
+        return self.state()
+
     def rows(self, number: int) -> torch.Tensor:
         return torch.randn(ROWS, 3, WIDTH, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
 
@@ -163,6 +174,8 @@ def _compared(rank: int) -> dict[str, dict[str, bool]]:
         if variant.kind != "compiled" and "mp_policy" not in variant.options:  # these take long
             whole = Training(variant).plain(*[ROWS] * STEPS)
             found[name]["without a fault"] = same_bits(whole, Training(variant).recovering(ROWS))
+            halves = Training(variant).plain(*[LARGE] * STEPS)
+            found[name]["without recovery"] = same_bits(halves, Training(variant).without_recovery(LARGE))
             late = Training(variant).recovering(LARGE, place, fault_in=(2, 1 - number % 2))
             found[name]["late fault"] = same_bits(Training(variant).plain(LARGE, LARGE, SMALL), late)
         early = Training(variant).recovering(LARGE, place, fault_in=(0, number % 2))

@@ -2,8 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
@@ -11,7 +11,9 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
 from torchtune_adaptive.engine.loop import Loop, check_no_search, compile_each_size, sum_of_results
@@ -266,7 +268,22 @@ class RecoverableStep(Generic[Sums]):
         if not (micro_batches := self._cutter.cut(samples)):
             raise InputError(NO_SAMPLES)
         self._check_whole(samples)
-        return functools.reduce(sum_of_results, (run() for run in self._micro_steps(micro_batches)))
+        *first, last = self._micro_steps(micro_batches)
+        with self._keeping_gradients():
+            results = [run() for run in first]
+        return functools.reduce(sum_of_results, [*results, last()])
+
+    @contextmanager
+    def _keeping_gradients(self) -> Iterator[None]:
+        """Context of micro-steps without recovery whose gradients a later one reduces."""
+        with ExitStack() as stack:
+            for module in self._loop.model.modules():
+                if isinstance(module, DistributedDataParallel) and not module.static_graph:
+                    stack.enter_context(module.no_sync())
+                elif isinstance(module, FSDPModule) and self._reduces_once:
+                    module.set_requires_gradient_sync(False, recurse=False)
+                    stack.callback(module.set_requires_gradient_sync, True, recurse=False)
+            yield
 
     def _grow_if_due(self) -> None:
         """Double a reduced micro-batch if ``backoff`` says so."""
