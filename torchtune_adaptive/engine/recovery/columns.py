@@ -178,8 +178,8 @@ def _with_values(batch: Any, values: dict[str, Any]) -> Any:
         return values
     if isinstance(batch, tuple):
         return type(batch)(**values)
-    changed = copy.copy(batch)
     try:
+        changed = copy.copy(batch)
         for name, value in values.items():
             if isinstance(batch, Mapping):
                 changed[name] = value

@@ -1,0 +1,69 @@
+"""Batches of any structure are cut and copied as what they are."""
+
+import dataclasses
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from torchtune_adaptive.engine.recovery.columns import copied, map_columns, named_values, was_changed
+from torchtune_adaptive.errors import InputError
+
+
+class Named(NamedTuple):
+    ids: torch.Tensor
+    words: list[list[str]]
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    ids: torch.Tensor
+    words: list[list[str]]
+    scale: float
+
+
+class Derived(dict[str, Any]):
+    pass
+
+
+KINDS: list[Callable[..., Any]] = [Named, Frozen, Derived, dict]
+
+
+def of(batch: Any) -> dict[str, Any]:
+    return dict(named_values(batch) or ())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_of_a_batch_has_its_type(kind: Callable[..., Any]) -> None:
+    batch = kind(ids=torch.arange(3), words=[["a"], ["b"], []], scale=2.0)
+    part = map_columns(batch, lambda column: column[1:], lengths={3})
+    assert type(part) is type(batch)
+    assert of(part)["ids"].tolist() == [1, 2]
+    assert (of(part)["words"], of(part)["scale"]) == ([["b"], []], 2.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", [lambda ids, words: ids.add_(1), lambda ids, words: words[0].append("c")])
+def test_a_change_of_a_copy_is_seen_and_leaves_the_batch(
+    kind: Callable[..., Any], change: Callable[[torch.Tensor, list[list[str]]], object]
+) -> None:
+    batch = kind(ids=torch.arange(2), words=[["a"], ["b"]], scale=2.0)
+    given = copied(batch)
+    assert type(given) is type(batch)
+    assert not was_changed(given, batch)
+    change(of(given)["ids"], of(given)["words"])
+    assert was_changed(given, batch)
+    assert (of(batch)["ids"].tolist(), of(batch)["words"]) == ([0, 1], [["a"], ["b"]])
+
+
+def test_a_nan_is_no_change() -> None:
+    batch = {"ids": torch.tensor([1.0, torch.nan])}
+    assert not was_changed(copied(batch), batch)
+
+
+def test_a_mapping_that_cannot_be_changed_is_refused() -> None:
+    with pytest.raises(InputError, match="must be a mapping that can be changed"):
+        map_columns(MappingProxyType({"ids": [1, 2]}), lambda column: column[:1], lengths={2})
