@@ -271,12 +271,13 @@ def test_data_collator_and_generators_stay_as_they_are() -> None:
     assert batch["input_ids"].shape[1] > 2
 
 
-def test_files_and_connections_of_the_data_stay_where_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["rb", "r+b"])
+def test_files_and_connections_of_the_data_stay_where_they_are(mode: str, tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("".join(f"{number}\n" for number in range(3, 5000)))
     one, other = socket.socketpair()
     one.setblocking(False)
     other.send(b"for training")
-    with one, other, (tmp_path / "rows").open("rb", buffering=0) as file:
+    with one, other, (tmp_path / "rows").open(mode, buffering=0) as file:
 
         class NextLine(list[None]):
             def __getitem__(self, number: Any) -> Any:

@@ -8,8 +8,10 @@ from torch import nn
 
 from tests.support.plans import GIB
 from torchtune_adaptive import InputError, plan_max_batch_size
+from torchtune_adaptive.plan.any_loop import plan_of_loop
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.show.as_json import plan_json
+from torchtune_adaptive.plan.trace.loop import trace_loop
 
 WIDTH, TOKENS = 64, 128
 
@@ -163,3 +165,15 @@ def test_a_bad_argument_is_refused_in_one_sentence(options: dict[str, Any], sent
     with pytest.raises(InputError) as caught:
         planned(**options)
     assert str(caught.value).startswith(sentence)
+
+
+def test_the_batch_of_a_run_may_be_given() -> None:
+    traced = trace_loop(Attending, make_optimizer, train_step, lambda n: torch.zeros(n, TOKENS, WIDTH))
+    card = Card.named("24GiB")
+    options: dict[str, Any] = {"ranks": 1, "batch_sizes": (), "title": "", "assumptions": ""}
+    largest, given = (plan_of_loop(traced, card, used=used, **options) for used in (None, 3))
+    assert largest.decisive.used.batch_size == largest.decisive.largest_batch_size
+    assert "`used` is the largest batch." in str(largest)
+    assert given.decisive.used.batch_size == 3
+    assert "`used` is the batch that a run" in str(given)
+    assert given.decisive.used.usable_bytes > largest.decisive.used.usable_bytes  # no search keeps a margin free

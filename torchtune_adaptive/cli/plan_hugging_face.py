@@ -48,8 +48,7 @@ def plan_model(arguments: Sequence[str]) -> None:
     keys = read_keys(given.training_args, [*given.keys, *others])
     size_key = "per_device_train_batch_size"
     training = RunKeys.of(keys, Arguments.of(given.trainer)).training  # refuses keys before torch is imported
-    if not asked and size_key in training:
-        asked = [require_integer(size_key, training[size_key], minimum=1)]
+    used = require_integer(size_key, training[size_key], minimum=1) if size_key in training else None
 
     from torchtune_adaptive.plan.any_loop import LoopPlan, plan_of_loop  # torch takes seconds to import
     from torchtune_adaptive.plan.hugging_face.changes import ways_to_fit
@@ -58,7 +57,7 @@ def plan_model(arguments: Sequence[str]) -> None:
     from torchtune_adaptive.plan.show.as_json import plan_json
     from torchtune_adaptive.plan.show.text import plan_text
 
-    def plan(run: HuggingFaceRun, batch_sizes: Sequence[int]) -> LoopPlan:
+    def plan(run: HuggingFaceRun, batch_sizes: Sequence[int], used: int | None = None) -> LoopPlan:
         return plan_of_loop(
             RunTracer(run).trace(),
             card,
@@ -67,13 +66,14 @@ def plan_model(arguments: Sequence[str]) -> None:
             batch_sizes=batch_sizes,
             title=f"{given.hf}, samples of {run.seq_len} tokens",
             assumptions=run.assumptions,
+            used=used,
         )
 
     with quietly():
         run = HuggingFaceRun.of(
             given.hf, trainer=given.trainer, keys=keys, seq_len=seq_len, ranks=ranks, mean_len=mean_len
         )
-        planned = plan(run, asked)
+        planned = plan(run, asked, used)
         ways = [] if planned.fits else list(ways_to_fit(run, planned, lambda changed: plan(changed, [1])))
     print(json.dumps(plan_json(planned, ways=ways), indent=2) if given.json else plan_text(planned, ways=ways))
 

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 # none of the heaviest 0.05 % is among them. Recovery is there for those that are heavier than all it has seen.
 _READING_S = 60.0
 _TELLING_S = 1.0  # between two words of the other process on how far it is
+_STANDARD_ERROR = 2
 
 _ONLY_FIRST_STEP = "The search uses the heaviest rows of the first step, because %s."
 
@@ -219,18 +220,18 @@ class _Scan(IterableDataset[Any]):
 
 
 def _detach_files() -> None:
-    """Give this process positions of its own in inherited files that are read, and none of the inherited connections.
+    """Give this process positions of its own in inherited files that it can read, and none of the connections.
 
     Reading here would otherwise move the positions for the process that trains, or take answers meant for it.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for file in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the listing itself is closed by now
-            mode, is_read_only = os.fstat(file).st_mode, fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            mode, flags = os.fstat(file).st_mode, fcntl.fcntl(file, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND)
             if stat.S_ISSOCK(mode):
                 os.dup2(nothing, file)
-            elif stat.S_ISREG(mode) and is_read_only:
-                own = os.open(f"/proc/self/fd/{file}", os.O_RDONLY)
+            elif stat.S_ISREG(mode) and not flags & os.O_WRONLY and file > _STANDARD_ERROR:
+                own = os.open(f"/proc/self/fd/{file}", flags)
                 os.lseek(own, os.lseek(file, 0, os.SEEK_CUR), os.SEEK_SET)
                 os.dup2(own, file)
                 os.close(own)

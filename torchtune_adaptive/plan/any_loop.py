@@ -96,17 +96,25 @@ def plan_of_loop(
     batch_sizes: Sequence[int],
     title: str,
     assumptions: str,
+    used: int | None = None,
 ) -> LoopPlan:
-    """What fits of a traced loop on the ``card`` of each rank, with its own ``overhead`` unless another is given."""
+    """What fits of a traced loop on the ``card`` of each rank, with its own ``overhead`` unless another is given.
+
+    Args:
+        used: the batch size of the run, where no search finds it; None: the largest that fits.
+    """
     overhead = overhead or card.overhead(ranks, has_group=ranks > 1)
     device = Device(name=card.name, memory_bytes=card.memory_bytes, margin=margin, overhead=overhead)
     sizes = BatchSizes(traced.step, device)
-    length = sizes.plan(used=max(1, sizes.largest or 1), tokens_per_step=None, asked=batch_sizes)
+    length = sizes.plan(
+        used=used or max(1, sizes.largest or 1), searches=used is None, tokens_per_step=None, asked=batch_sizes
+    )
     return LoopPlan(
         title=title,
         world_size=ranks,
         device=device,
         step=traced,
         lengths=(length,),
+        uses_largest=used is None,
         assumptions=" ".join(filter(None, (assumptions, _EAGER if traced.is_compiled else "", device.overhead.note))),
     )

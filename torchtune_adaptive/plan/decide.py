@@ -131,6 +131,7 @@ class Plan:
         assumptions: what the plan assumes about the run, as one sentence; "" if the config says it all.
         lengths: one for each length of rows.
         host: host memory of a machine; None if it is not planned.
+        uses_largest: what is `used` is the largest batch that fits, and not what settings say.
     """
 
     title: str
@@ -140,6 +141,7 @@ class Plan:
     lengths: tuple[LengthPlan, ...]
     host: HostPlan | None = None
     assumptions: str = ""
+    uses_largest: bool = False
 
     @property
     def decisive(self) -> LengthPlan:

@@ -178,7 +178,7 @@ MISSING = "1 row of 2048 tokens does not fit: 22.0 GiB are missing."
             _plan_of(held_gib=77),
             [],
             "1 row of 2048 tokens may fit: 79.0 GiB, give or take 1.1 GiB.",
-            "At most 1 row of 2048 tokens fits; none is safe.",
+            "At most 1 row of 2048 tokens may fit; none is safe.",
         ),
         (
             _plan_of(held_gib=78),

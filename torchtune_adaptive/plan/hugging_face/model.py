@@ -202,9 +202,8 @@ def _errors_explained(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"`--hf` {quote(path)} is no causal language model:"
-            f" {reason_of(error).partition('. ')[0]}."  # a list of all models may follow
-        ) from error
+        what = "cannot be found" if isinstance(error, OSError) else "is no causal language model"
+        reason = reason_of(error).partition(". ")[0]  # a list of all models may follow
+        raise InputError(f"`--hf` {quote(path)} {what}: {reason}.") from error
     except Exception as error:  # the code of any model may fail in any way with values that it does not expect
         raise InputError(f"`--hf` {quote(path)} cannot be built from its config: {reason_of(error)}.") from error

@@ -8,8 +8,7 @@ from torchtune_adaptive.plan.gpu import Overhead
 from torchtune_adaptive.plan.host_memory import HostPlan
 from torchtune_adaptive.text import byte_unit, count_text, format_bytes, text_table
 
-GIB = 2**30
-LARGE_HOST_BYTES = 64 * GIB  # more than many machines have: said at the top
+LARGE_HOST_BYTES = 64 * 2**30  # more than many machines have: said at the top
 _BYTES = ("allocated", "reserved", "process", "uncertainty")
 # What a run does, by its name in ``HostPlan.tensor_bytes``.
 _DOING = {
@@ -36,11 +35,8 @@ def plan_text(plan: Plan, *, ways: Sequence[PlannedChange] = (), command: str = 
         [_device(plan), "", text_table(_sizes(plan.lengths))],
         _columns(plan),
         ["Requested batch sizes:", text_table(_asked(asked))] if asked else [],
-        ["Allocated at the peak of each phase, in GiB:", text_table(_in_gib([(one, one.phases) for one in shown]))],
-        [
-            "Allocated at the highest peak, by kind, in GiB:",
-            text_table(_in_gib([(one, one.kinds) for one in shown])),
-        ],
+        _table("Allocated at the peak of each phase", [(one, one.phases) for one in shown]),
+        _table("Allocated at the highest peak, by kind", [(one, one.kinds) for one in shown]),
         [] if plan.host is None else _host(plan.host, [plan]),
         [overhead_text(plan.device.overhead)],
         _paged(plan),
@@ -81,7 +77,9 @@ def _advice(length: LengthPlan, ways: Sequence[PlannedChange]) -> str:
         return f"At least {_rows(NO_BOUND, length)} fit."
     if largest > 0:
         is_safe = "none is safe" if not safe else "1 is safe" if safe == 1 else f"{safe} are safe"
-        return f"At most {_rows(largest, length)} {'fits' if largest == 1 else 'fit'}; {is_safe}."
+        is_sure = length.used.batch_size != largest or length.used.fits == "fits"
+        fits = ("fits" if largest == 1 else "fit") if is_sure else "may fit"
+        return f"At most {_rows(largest, length)} {fits}; {is_safe}."
     nearest = next((way for way in ways if way.fits), None)
     if nearest is None:
         fits = "is likely to fit" if length.used.fits == "may fit" else "fits"
@@ -207,13 +205,16 @@ def _asked(sizes: Sequence[SizePlan]) -> list[list[str]]:
     return _with_tokens([one.seq_len for one in sizes], rows)
 
 
-def _in_gib(rows: Sequence[tuple[SizePlan, dict[str, int]]]) -> list[list[str]]:
-    """Table rows with one column per figure, in GiB."""
+def _table(title: str, rows: Sequence[tuple[SizePlan, dict[str, int]]]) -> list[str]:
+    """A title, and a table with one column per figure."""
     names = list(dict.fromkeys(name for _, figures in rows for name in figures))
-    figures = [
-        [f"{size.batch_size}", *(f"{figures.get(name, 0) / GIB:.2f}" for name in names)] for size, figures in rows
+    unit, unit_bytes = byte_unit(max(max(figures.values()) for _, figures in rows))
+    cells = [
+        [f"{size.batch_size}", *(f"{figures.get(name, 0) / unit_bytes:.2f}" for name in names)]
+        for size, figures in rows
     ]
-    return _with_tokens([size.seq_len for size, _ in rows], [["batch", *names], *figures])
+    lines = _with_tokens([size.seq_len for size, _ in rows], [["batch", *names], *cells])
+    return [f"{title}, in {unit}:", text_table(lines)]
 
 
 def _with_tokens(seq_lens: Sequence[int | None], rows: list[list[str]]) -> list[list[str]]:
@@ -230,7 +231,8 @@ def _bytes(size: SizePlan) -> list[str]:
 
 def _columns(plan: Plan) -> list[str]:
     """What the columns of the table of batch sizes mean."""
-    lines = ["`used` is the batch that a run with these settings uses. All columns after it are for that batch."]
+    used = "the largest batch" if plan.uses_largest else "the batch that a run with these settings uses"
+    lines = [f"`used` is {used}. All columns after it are for that batch."]
     if any(length.used.fits == "does not fit" for length in plan.lengths):
         lines.append("A batch in brackets does not fit.")
     if not plan.device.overhead.caches:
@@ -247,13 +249,13 @@ def _columns(plan: Plan) -> list[str]:
 
 def _host(host: HostPlan, plans: Sequence[Plan]) -> list[str]:
     """Host memory of a machine, by stage of a run."""
-    per_process = format_bytes(host.process_bytes / host.ranks)
+    per_process, (unit, unit_bytes) = format_bytes(host.process_bytes / host.ranks), byte_unit(host.peak_bytes)
     rows = [
-        [_DOING[name], f"{held / GIB:.2f}", f"{(host.process_bytes + held) / GIB:.2f}"]
+        [_DOING[name], f"{held / unit_bytes:.2f}", f"{(host.process_bytes + held) / unit_bytes:.2f}"]
         for name, held in host.tensor_bytes.items()
     ]
     lines = [
-        f"Host memory of a machine with {count_text(host.ranks, 'rank')}, in GiB:",
+        f"Host memory of a machine with {count_text(host.ranks, 'rank')}, in {unit}:",
         text_table([["while the run is", "tensors", f"with {per_process} per process"], *rows], num_names=1),
         "",
         f"Peak: {format_bytes(host.peak_bytes)}. `tensors` are all tensors in host memory, with the copies that"
