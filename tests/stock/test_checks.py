@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import math
 import subprocess
 import sys
 import warnings
@@ -264,7 +265,9 @@ def test_options_that_exclude_each_other_are_refused_only_together(
 
 INTEGERS = {"gradient_accumulation_steps": 1, "max_steps_per_epoch": 1, "epochs": 1, "log_every_n_steps": 1}
 INTEGERS |= {"tensor_parallel_dim": 1, "fake_quant_after_n_steps": 0, "loss.num_output_chunks": 1}
+INTEGERS |= {"tokenizer.max_seq_len": 2, "model.lora_rank": 1}
 FLAGS = ("compile", "enable_activation_checkpointing", "enable_activation_offloading", "optimizer_in_bwd", "shuffle")
+FLAGS += ("enable_async_checkpointing", "fsdp_cpu_offload", "log_peak_memory_stats", "save_adapter_weights_only")
 NO_TILDE = "must not begin with ~, which only a shell replaces"
 
 
@@ -281,6 +284,7 @@ NO_TILDE = "must not begin with ~, which only a shell replaces"
             ("clip_grad_norm", value, f"must be a number of at least 0, inf or null, but is {value!r}")
             for value in ("abc", -1, float("nan"))
         ),
+        *(("optimizer.lr", value, f"must be a finite number, but is {value}") for value in (math.inf, math.nan)),
         ("loss.reduction", "sum", "must be mean, but is 'sum'"),
         ("loss.num_output_chunks", None, "must be an integer, but is None"),
         *(("kd_ratio", value, f"must be in [0, 1], but is {value!r}") for value in (1.5, True, None)),

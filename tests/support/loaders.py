@@ -18,10 +18,11 @@ def step_loader(
     ranks: int = 1,
     rank: int = 0,
     shuffle: bool = False,
+    longest: int | None = None,
 ) -> StepLoader:
     """The loader of ``rank``; ``is_global``: of a global batch, which has no micro-steps of its own."""
     sampler = StatefulDistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=3)
-    options: dict[str, Any] = {"batch_size": batch_size, "max_steps_per_epoch": max_steps_per_epoch}
+    options: dict[str, Any] = {"batch_size": batch_size, "max_steps_per_epoch": max_steps_per_epoch, "longest": longest}
     if is_global:
         return GlobalStepLoader(sampler, TokenRows(-100), **options)
     return StepLoader(sampler, TokenRows(-100), micro_steps=micro_steps, **options)

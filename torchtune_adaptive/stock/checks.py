@@ -97,10 +97,21 @@ def keys_read(path: Path) -> list[str]:
 # ---- torchtune's options, alone and with ours
 
 # Keys that torchtune uses as booleans without a check.
-_FLAGS = ("compile", "enable_activation_checkpointing", "enable_activation_offloading", "optimizer_in_bwd", "shuffle")
+_FLAGS = (
+    "compile",
+    "enable_activation_checkpointing",
+    "enable_activation_offloading",
+    "enable_async_checkpointing",
+    "fsdp_cpu_offload",
+    "log_peak_memory_stats",
+    "optimizer_in_bwd",
+    "save_adapter_weights_only",
+    "shuffle",
+)
 # Minimum values of integers with which torchtune would train otherwise than they say, or fail after the set-up.
 _LEAST = {"epochs": 1, "gradient_accumulation_steps": 1, "log_every_n_steps": 1, "tensor_parallel_dim": 1}
 _LEAST_OR_NULL = {"max_steps_per_epoch": 1, "fake_quant_after_n_steps": 0}
+_LEAST_IN_BLOCKS = {"tokenizer.max_seq_len": 2, "model.lora_rank": 1}  # a row of one token has none to predict
 _BLOCKS = ("checkpointer", "loss", "model", "optimizer", "tokenizer")  # without which a set-up fails unclearly
 _OUTPUT_DIRS = ("output_dir", "log_dir")  # of the config, and of checkpointers, loggers and profilers in it
 
@@ -168,6 +179,12 @@ def _check_numbers(cfg: DictConfig) -> None:
     for name, minimum in _LEAST_OR_NULL.items():
         if cfg.get(name) is not None:
             require_integer(name, cfg[name], minimum=minimum)
+    for name, minimum in _LEAST_IN_BLOCKS.items():
+        if (value := OmegaConf.select(cfg, name)) is not None:
+            require_integer(name, value, minimum=minimum)
+    rate = OmegaConf.select(cfg, "optimizer.lr", default=0)
+    if is_number(rate) and not math.isfinite(rate):
+        raise InputError(f"`optimizer.lr` must be a finite number, but is {quote(rate)} instead.")
     clips_at = cfg.get("clip_grad_norm")
     if clips_at not in (None, "inf", math.inf) and not (is_finite_number(clips_at) and clips_at >= 0):
         rule = "`clip_grad_norm` must be a number of at least 0, inf or null"
@@ -366,12 +383,12 @@ def check_first_sample(models: Mapping[str, "nn.Module"], dataset: Any) -> None:
     torch would fail in the first step, on a GPU without naming the cause.
     """
     from torchtune_adaptive.engine.distributed.snapshot import keep_random_states
-    from torchtune_adaptive.training.batch.row_format import decoder_of, load_sample
+    from torchtune_adaptive.training.batch.row_format import load_sample, longest_row
 
     with keep_random_states():  # the data set's transforms may use them
         row = load_sample(dataset, 0)
     for tokens, (name, model) in itertools.product((row[key] for key in _TOKENS if key in row), models.items()):
-        size, longest = vocabulary_of(model), getattr(decoder_of(model), "max_seq_len", None)
+        size, longest = vocabulary_of(model), longest_row(model)
         if size is not None and (odd := [one for one in map(int, tokens) if not 0 <= one < size]):
             raise InputError(
                 f"The first sample of `dataset` has token {odd[0]}, but `{name}` has a vocabulary of {size} tokens."

@@ -23,7 +23,7 @@ from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader, check_fills_step
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
-from torchtune_adaptive.training.batch.row_format import Row, RowFormat
+from torchtune_adaptive.training.batch.row_format import Row, RowFormat, longest_row
 from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder
 from torchtune_adaptive.training.checkpoints.saver import RunSaver, SaveEpoch
 from torchtune_adaptive.training.checkpoints.steps import StepCheckpoints
@@ -176,7 +176,11 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
 
 
 def _make_loader(parts: RecipeParts, samples_per_step: int | None) -> StepLoader:
-    options: dict[str, Any] = {"max_steps_per_epoch": parts.max_steps_per_epoch}
+    longest = [length for model in parts.step.models if (length := longest_row(model)) is not None]
+    options: dict[str, Any] = {
+        "max_steps_per_epoch": parts.max_steps_per_epoch,
+        "longest": min(longest, default=None),
+    }
     if samples_per_step is not None:
         return GlobalStepLoader(parts.sampler, parts.row_format, batch_size=samples_per_step, **options)
     options |= {"batch_size": parts.batch_size, "micro_steps": parts.micro_steps}

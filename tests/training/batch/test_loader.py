@@ -1,6 +1,7 @@
 """Each optimizer step has as many samples as its batch size gives; none is lost at an epoch's end or by a resume."""
 
 import itertools
+import re
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,31 @@ def places(rows: list[Row]) -> list[int]:
 def steps_of(loader: StepLoader, epoch: int = 0) -> list[list[int]]:
     """The indices of the samples of each step."""
     return [places(samples.rows) for samples in loader.steps(epoch)]
+
+
+# ---- samples that cannot be used
+
+
+class LastIsUnreadable(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        if index == len(self) - 1:
+            raise KeyError("output")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("is_global", [True, False])
+@pytest.mark.parametrize(
+    ("dataset", "sentence"),
+    [
+        (dataset_of(8, longest=7), "`dataset` has 5 tokens in sample 7, but the model takes at most 4; set"),
+        (LastIsUnreadable(dataset_of(8)), "`dataset` cannot load sample 7: KeyError: 'output'."),
+    ],
+)
+def test_a_sample_that_cannot_be_used_is_refused_by_its_number(dataset: Any, sentence: str, is_global: bool) -> None:
+    steps = step_loader(dataset, batch_size=2, longest=4, is_global=is_global).steps(0)
+    assert [places(next(steps).rows) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
+        next(steps)
 
 
 # ---- the samples of a step

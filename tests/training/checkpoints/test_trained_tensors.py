@@ -189,6 +189,22 @@ def test_another_model_and_optimizer_load_everything_and_train_the_same(name: st
     assert all(after[place].dtype == other_after[place].dtype for place in after)
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad", "parts"])
+def test_a_model_of_another_type_has_states_of_its_type_as_if_trained_with_it(name: str) -> None:
+    model, other = Model().bfloat16(), Model()
+    for one in (model, other):
+        del one.layers[0].scale, one.layers[1].scale  # scalars: the step's count looks like their state
+        one.layers[0].scale = one.layers[1].scale = 2.0
+    optimizer, other_optimizer = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](other.parameters())
+    step(model, [optimizer])
+    first = trained(model, optimizer)
+    take(trained(other, other_optimizer), first.tensors(), json.loads(json.dumps(first.options())))
+    step(other, [other_optimizer])
+    states = [(one, other_optimizer.state[one]) for one in other.parameters() if one in other_optimizer.state]
+    alike = [value for one, state in states for value in state.values() if getattr(value, "shape", ()) == one.shape]
+    assert all(value.dtype == torch.float32 for value in alike)
+
+
 def test_a_parameter_that_has_no_state_yet_has_none_afterwards() -> None:
     """As where the optimizer has not stepped, or the parameter had no gradient."""
     model, other = Model(), Model()
@@ -229,6 +245,7 @@ def test_state_has_its_saved_type_and_only_the_count_of_steps_may_be_on_the_host
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.param_groups[0].update(options)
     saved = {"optimizer/weight/step": torch.tensor(3.0), "optimizer/weight/exp_avg": torch.zeros(2, 2)}
+    saved["model/weight"] = model.weight
     allocated = trained(model, optimizer).allocate(metadata(saved))
     assert allocated["optimizer/weight/step"].device.type == device
     assert allocated["optimizer/weight/exp_avg"].device.type == "meta"

@@ -17,7 +17,7 @@ from torchtune_adaptive.training.batch.rank_shares import (
     rows_of_rank,
     small_samples,
 )
-from torchtune_adaptive.training.batch.row_format import Row, RowFormat, load_sample
+from torchtune_adaptive.training.batch.row_format import NumberedSamples, Row, RowFormat
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class StepLoader:
     Args:
         sampler: this rank's ``DistributedSampler`` over the data set.
         max_steps_per_epoch: the most optimizer steps per epoch; None: no bound.
+        longest: the most tokens of a sample that the model takes; None: any number.
 
     Attributes:
         dataset: the samples, by index.
@@ -78,9 +79,17 @@ class StepLoader:
     is_global = False
 
     def __init__(
-        self, sampler: Any, row_format: RowFormat, *, batch_size: int, micro_steps: int, max_steps_per_epoch: int | None
+        self,
+        sampler: Any,
+        row_format: RowFormat,
+        *,
+        batch_size: int,
+        micro_steps: int,
+        max_steps_per_epoch: int | None,
+        longest: int | None = None,
     ) -> None:
         self.dataset: Any = sampler.dataset
+        self._samples = NumberedSamples(self.dataset, row_format, longest=longest)
         self.ranks: int = sampler.num_replicas
         self.micro_steps = micro_steps
         self._sampler = sampler
@@ -178,7 +187,7 @@ class StepLoader:
         order = random.Random(0).sample(range(len(self.dataset)), len(self.dataset) // size * size)
         starts = range(0, min(len(order), count * size), size)
         own = [order[start : start + size][self._sampler.rank :: self.ranks] for start in starts]
-        return [StepSamples([load_sample(self.dataset, one) for one in step], size, self.ranks) for step in own]
+        return [StepSamples([self._samples[one] for one in step], size, self.ranks) for step in own]
 
     def describe(self, batch_size: int) -> str:
         """The size of an optimizer step as arithmetic, for the log."""
@@ -211,7 +220,7 @@ class StepLoader:
         is_alike = state["is_global"], state["dataset_samples"], state["ranks"]
         if is_alike == (self.is_global, len(self.dataset), self.ranks):
             self._sampler.set_epoch(epoch)
-            self._left_over = [self.dataset[index] for index in list(self._sampler)[slice(*state["left_over"])]]
+            self._left_over = [self._samples[index] for index in list(self._sampler)[slice(*state["left_over"])]]
 
     def _rows_of_rank(self, batch_size: int) -> int:
         """This rank's rows of a batch that the data loader reads."""
@@ -220,7 +229,7 @@ class StepLoader:
     def _make_data_loader(self, indices: Any) -> StatefulDataLoader:
         """As in torchtune, samples at the end that do not fill a batch are dropped."""
         rows: Any = self._rows_per_batch
-        return StatefulDataLoader(self.dataset, batch_size=rows, sampler=indices, collate_fn=list, drop_last=True)
+        return StatefulDataLoader(self._samples, batch_size=rows, sampler=indices, collate_fn=list, drop_last=True)
 
     def _step_samples(self, rows: list[Row]) -> StepSamples:
         return StepSamples(rows, len(rows) * self.ranks, self.ranks, rows_per_micro_step=self.batch_size)
@@ -266,12 +275,10 @@ class GlobalStepLoader(StepLoader):
     is_global = True
     _sampler: GlobalBatchSampler
 
-    def __init__(
-        self, sampler: Any, row_format: RowFormat, *, batch_size: int, max_steps_per_epoch: int | None
-    ) -> None:
+    def __init__(self, sampler: Any, row_format: RowFormat, *, batch_size: int, **options: Any) -> None:
         check_samples_per_step(batch_size, ranks=sampler.num_replicas)
         new = GlobalBatchSampler(sampler.dataset, sampler.num_replicas, sampler.rank, sampler.shuffle, sampler.seed)
-        super().__init__(new, row_format, batch_size=batch_size, micro_steps=1, max_steps_per_epoch=max_steps_per_epoch)
+        super().__init__(new, row_format, batch_size=batch_size, micro_steps=1, **options)
 
     @property
     def largest_batch_size(self) -> int:

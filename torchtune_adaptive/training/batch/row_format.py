@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.datasets import ConcatDataset, PackedDataset
 
@@ -203,9 +204,36 @@ def load_sample(dataset: Any, index: int) -> Row:
     """
     try:
         return dataset[index]
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         place = f"sample {index}" if index else "its first sample"
         raise InputError(f"`dataset` cannot load {place}: {reason_of(error)}.") from error
+
+
+class NumberedSamples(Dataset[Row]):
+    """The samples of ``dataset``, each of at most ``longest`` tokens; None: of any length.
+
+    Raises:
+        InputError: a sample cannot be loaded, or is longer; the message has its number.
+    """
+
+    def __init__(self, dataset: Any, row_format: RowFormat, *, longest: int | None) -> None:
+        self._dataset = dataset
+        self._row_format = row_format
+        self._longest = longest
+
+    def __getitem__(self, index: int) -> Row:
+        row = load_sample(self._dataset, index)
+        if self._longest is not None and (length := self._row_format.num_tokens(row)) > self._longest:
+            raise InputError(
+                f"`dataset` has {length} tokens in sample {index}, but the model takes at most {self._longest}; set"
+                f" `tokenizer.max_seq_len` to {self._longest} or less."
+            )
+        return row
+
+    def __getattr__(self, name: str) -> Any:  # such as the state of one that has some
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
 
 
 def is_packed(dataset: Any) -> bool:
@@ -222,10 +250,15 @@ def check_row_length(seq_len: int, model: nn.Module, *, key: str = "") -> None:
     Raises:
         InputError: the model's maximum length is below ``seq_len``.
     """
-    longest = getattr(decoder_of(model), "max_seq_len", None)
+    longest = longest_row(model)
     if longest is not None and seq_len > longest:
         advice = f"; set `{key}` to {longest} or less" if key else ""
         raise InputError(f"Rows have {seq_len} tokens, but the model takes at most {longest}{advice}.")
+
+
+def longest_row(model: nn.Module) -> int | None:
+    """The most tokens of a row that ``model`` takes; None if that is not known."""
+    return getattr(decoder_of(model), "max_seq_len", None)
 
 
 def decoder_of(model: nn.Module) -> nn.Module:

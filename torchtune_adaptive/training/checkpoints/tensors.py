@@ -93,7 +93,8 @@ class TrainedTensors:
         """As ``tensors``, with new optimizer state of the saved shapes, to be filled. Existing state is dropped.
 
         An optimizer that is not one of torch's creates its own state, by a step without gradients, because the state
-        may be in paged memory or wrap other tensors. Parameters that this step changes must be filled too.
+        may be in paged memory or wrap other tensors. Parameters that this step changes must be filled too. State of a
+        parameter's type has the type that the parameter has now: the config's `dtype` may have changed.
         """
         by_parameter: dict[str, list[tuple[str, TensorStorageMetadata]]] = {}
         for saved_name, one in saved.items():
@@ -106,11 +107,15 @@ class TrainedTensors:
                 _init_optim_state(optimizer)
         for optimizer, group, parameter in self._trained():
             made, state = optimizer.state.get(parameter, {}), {}
-            for saved_key, one in by_parameter.get(self._names[parameter], []):
+            name = self._names[parameter]
+            saved_type = saved[f"model/{name}"].properties.dtype
+            for saved_key, one in by_parameter.get(name, []):
                 key, _, part = saved_key.partition(".")
-                own = made.get(key)
-                is_made = isinstance(own, torch.Tensor) and (own.shape, own.dtype) == (one.size, one.properties.dtype)
-                state[key] = own if part or is_made else _alike(one, parameter, key=key, group=group)
+                own, dtype = made.get(key), one.properties.dtype
+                if dtype == saved_type and one.size == parameter.shape != ():
+                    dtype = parameter.dtype
+                is_made = isinstance(own, torch.Tensor) and (own.shape, own.dtype) == (one.size, dtype)
+                state[key] = own if part or is_made else _alike(one.size, dtype, parameter, key=key, group=group)
             optimizer.state[parameter] = state
         return self.tensors()
 
@@ -180,13 +185,15 @@ def _parts(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
             yield key, value
 
 
-def _alike(one: TensorStorageMetadata, parameter: nn.Parameter, *, key: str, group: Mapping[str, Any]) -> torch.Tensor:
-    """An empty tensor for the saved tensor ``one``, on the device where the optimizer of ``parameter`` keeps it."""
-    if one.size == parameter.shape and one.size:
-        return torch.empty_like(parameter, dtype=one.properties.dtype, requires_grad=False)
+def _alike(
+    size: torch.Size, dtype: torch.dtype, parameter: nn.Parameter, *, key: str, group: Mapping[str, Any]
+) -> torch.Tensor:
+    """An empty tensor for a saved one, on the device where the optimizer of ``parameter`` keeps it."""
+    if size == parameter.shape and size:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     # torch's optimizers keep the step count in host memory, unless their kernels read it on the device.
     on_host = key == "step" and not group.get("fused") and not group.get("capturable")
-    return torch.empty(one.size, dtype=one.properties.dtype, device="cpu" if on_host else parameter.device)
+    return torch.empty(size, dtype=dtype, device="cpu" if on_host else parameter.device)
 
 
 def _describe(shape: tuple[int, ...] | None) -> str:
