@@ -105,7 +105,7 @@ def as_integer(value: object) -> int | None:
         return None
     try:
         return operator.index(value)  # pyright: ignore[reportArgumentType]  # any object may come from a config
-    except TypeError:
+    except Exception:  # of a user's class it may be any
         return None
 
 
@@ -144,6 +144,17 @@ def require_bool(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise InputError(f"`{name}` must be True or False, but is {quote(value)} instead.")
+
+
+def require_callable(**values: object) -> None:
+    """Check that each value is a function, or another object that can be called.
+
+    Raises:
+        InputError: one is not.
+    """
+    for name, value in values.items():
+        if not callable(value):
+            raise InputError(f"`{name}` must be a function, but is {quote(value)} instead.")
 
 
 def require_one_of(name: str, value: object, words: tuple[str, ...]) -> None:

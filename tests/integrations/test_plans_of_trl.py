@@ -218,10 +218,16 @@ def test_adapters_are_named_as_trl_takes_them_and_refused_with_the_reason_of_pef
             return sum(one.numel() for one in run.with_adapters(run.model.build()).parameters())
 
     assert parameters(lora_target_modules=["all-linear"]) == parameters(lora_target_modules="all-linear")
-    for keys, reason in (({"lora_r": 0}, "`r` should be a positive"), ({"lora_dropout": 7.0}, "dropout probability")):
+    wrong = {
+        "lora_r": (0, "ValueError"),
+        "lora_dropout": (7.0, "ValueError"),
+        "lora_target_modules": (5, "TypeError"),
+    }
+    wrong |= {"lora_modules_to_save": (5, "TypeError")}
+    for key, (value, reason) in wrong.items():
         with pytest.raises(InputError) as caught:
-            parameters(**keys)
-        assert str(caught.value).startswith(f"peft refuses what the `lora_` keys say: ValueError: {reason}")
+            parameters(**{key: value})
+        assert str(caught.value).startswith(f"peft refuses what the `lora_` keys say: {reason}: ")
 
 
 def test_adapters_under_fsdp2_are_sharded_with_the_weights(path: str) -> None:

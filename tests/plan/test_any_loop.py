@@ -159,12 +159,17 @@ def test_an_optimizer_whose_state_grows_from_step_to_step_is_refused() -> None:
         ({"batch_sizes": 8}, "`batch_sizes` must be a list of integers, but is 8 instead."),
         ({"device": "mps"}, "`device` must be one of cuda, cpu, but is 'mps' instead."),
         ({"ranks": 0}, "`ranks` must be at least 1, but is 0 instead."),
+        ({"ranks": 10**9}, "A plan takes up to 65536 ranks, but there are 1000000000."),
     ],
 )
 def test_a_bad_argument_is_refused_in_one_sentence(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError) as caught:
         planned(**options)
     assert str(caught.value).startswith(sentence)
+
+
+def test_sizes_may_come_from_any_iterable() -> None:
+    assert [one.batch_size for one in planned(batch_sizes=iter([3, 4])).decisive.asked] == [3, 4]
 
 
 def test_the_batch_of_a_run_may_be_given() -> None:

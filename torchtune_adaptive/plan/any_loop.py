@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from torchtune_adaptive.engine.search.options import SearchOptions
-from torchtune_adaptive.errors import InputError, quote, require_integer, require_one_of
+from torchtune_adaptive.errors import InputError, quote, require_callable, require_integer, require_one_of
 from torchtune_adaptive.plan.decide import BatchSizes, Device, Plan
 from torchtune_adaptive.plan.gpu import Card, Overhead
 from torchtune_adaptive.plan.show.text import plan_text
@@ -64,8 +64,10 @@ def plan_max_batch_size(
     """
     if not isinstance(batch_sizes, Iterable):
         raise InputError(f"`batch_sizes` must be a list of integers, but is {quote(batch_sizes)} instead.")
-    for size in batch_sizes:
-        require_integer("batch_sizes", size, minimum=1)
+    batch_sizes = [require_integer("batch_sizes", size, minimum=1) for size in batch_sizes]
+    require_callable(
+        build_model=build_model, build_optimizer=build_optimizer, train_step=train_step, make_batch=make_batch
+    )
     require_one_of("device", device, ("cuda", "cpu"))
     margin = SearchOptions(margin=margin).margin  # checked
     card = Card.named(str(memory))

@@ -152,6 +152,7 @@ def test_gradients_must_be_none_before_a_step() -> None:
         ({"micro_batch_size": True}, "`micro_batch_size` must be .*, but is True"),
         ({"memory_limit": "much"}, "`memory_limit` must be a size like 80GiB"),
         ({"memory_limit": "900TiB"}, "`memory_limit` must be at most what"),
+        ({"on_event": 5}, "^`on_event` must be a function, but is 5 instead"),
         ({"optimizer": "adamw"}, "^`optimizer` must be an optimizer of torch, or several, but is 'adamw' instead"),
         ({"optimizer": [nn.Linear(1, 1)]}, "^`optimizer` must be an optimizer of torch, or several, but is .* instead"),
     ],

@@ -359,11 +359,24 @@ def test_bad_arguments_are_refused_before_any_step(options: dict[str, Any], sent
     assert steps == []
 
 
-def test_a_model_without_parameters_is_refused() -> None:
+def test_what_is_no_model_or_function_is_refused() -> None:
+    def refusal(**changes: Any) -> str:
+        loop = Perceptron()
+        for name, value in changes.items():
+            setattr(loop, name, value)
+        with pytest.raises(InputError) as caught:
+            loop.find("1MiB")
+        return str(caught.value)
+
+    assert refusal(model=nn.Identity()) == "`model` has no parameters."
+    assert refusal(model=None) == "`model` must be a module of torch, but is None instead."
+    assert refusal(train_step="step") == "`train_step` must be a function, but is 'step' instead."
+
+
+def test_a_step_without_operations_fits_with_any_size() -> None:
     loop = Perceptron()
-    loop.model = nn.Identity()
-    with pytest.raises(InputError, match="`model` has no parameters"):
-        loop.find("1MiB")
+    loop.train_step = lambda batch: None
+    assert loop.find("1MiB", max_batch_size=64).batch_size == 64
 
 
 # ---- on two ranks

@@ -200,6 +200,8 @@ def test_a_mean_that_no_rows_have_is_refused(path: str) -> None:
         ({"fsdp_config": "fsdp.json"}, "`fsdp_config` must be a mapping of keys, but is 'fsdp.json' instead."),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, "FSDP1 is not planned: `fsdp_config.version` must be 2."),
         ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps` must be at least 1, but is 0 instead."),
+        ({"ddp_bucket_cap_mb": -1}, "`ddp_bucket_cap_mb` must be at least 1, but is -1 instead."),
+        ({"use_dora": True, "load_in_8bit": True}, "`use_dora` is not planned with weights in 4 or 8 bits."),
     ],
 )
 def test_keys_that_cannot_be_planned_are_refused_before_a_trace(keys: dict[str, Any], sentence: str, path: str) -> None:

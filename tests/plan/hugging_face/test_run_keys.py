@@ -125,6 +125,9 @@ def test_what_a_model_is_loaded_with_is_read_unless_a_key_says_it() -> None:
         ({"load_in_4bit": True, "load_in_8bit": True}, "`load_in_4bit` and `load_in_8bit` cannot both be True."),
         ({"use_cpu": True}, "`use_cpu=True` is not planned: a plan is of GPUs."),
         ({"bf16": "maybe"}, "`bf16` must be True or False, but is 'maybe' instead."),
+        ({"bf16": [True]}, "`bf16` must be True or False, but is [True] instead."),
+        ({"max_steps": [3]}, "`max_steps` must be an integer, but is [3] instead."),
+        ({"lora_r": True}, "`lora_r` must be an integer, but is True instead."),
         ({"max_steps": "1e3"}, "`max_steps` must be an integer, but is '1e3' instead."),
         ({"lora_dropout": "much"}, "`lora_dropout` must be a number, but is 'much' instead."),
         (

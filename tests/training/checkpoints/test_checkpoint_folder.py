@@ -175,6 +175,16 @@ def test_a_state_as_it_is_written_is_read(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path).state == STATE
 
 
+def test_a_step_without_its_state_is_skipped_with_a_word(
+    folder: CheckpointFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(folder, "step_1")
+    path = save(folder, "step_2")
+    (path / STATE_NAME).unlink()
+    assert [one.path.name for one in folder.checkpoints()] == ["step_1"]
+    assert caplog.messages == [f"Skipped checkpoint {path}. It has no {STATE_NAME}."]
+
+
 @pytest.mark.parametrize("content", STATE_CONTENTS.values(), ids=list(STATE_CONTENTS))
 def test_a_state_that_no_run_wrote_is_refused_by_its_path(
     content: bytes, folder: CheckpointFolder, caplog: pytest.LogCaptureFixture

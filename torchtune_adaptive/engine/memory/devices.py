@@ -70,8 +70,10 @@ def computing_device(model: nn.Module) -> torch.device:
     """The device on which ``model`` computes: that of its parameters, or with FSDP2's CPU offload the GPU.
 
     Raises:
-        InputError: the model has no parameters.
+        InputError: the model is no module, or has no parameters.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"`model` must be a module of torch, but is {quote(model)} instead.")
     parameter = next(model.parameters(), None)
     if parameter is None:
         raise InputError("`model` has no parameters.")

@@ -110,7 +110,7 @@ class Forecast:
 def _side_by_side(steps: Sequence[Timeline]) -> set[tuple[int, ...]] | None:
     """For each operation of the first step its bytes in all ``steps``, which have fewer and fewer rows.
 
-    None if operations differ, but for passes of loops.
+    None if operations differ, but for passes of loops, or if there are none.
     """
     largest, columns = steps[0], list[list[int]]()
     for step in steps:
@@ -119,7 +119,7 @@ def _side_by_side(steps: Sequence[Timeline]) -> set[tuple[int, ...]] | None:
         if places is None:
             return None
         columns.append([step.live_bytes[place] for place in places])
-    return set(zip(*columns, strict=True))
+    return set(zip(*columns, strict=True)) or None
 
 
 def _curve(sizes: Sequence[int], live_bytes: Sequence[int]) -> tuple[float, float, float, float]:

@@ -36,6 +36,7 @@ from torchtune_adaptive.errors import (
     NothingFitsError,
     cannot_recover,
     reason_of,
+    require_callable,
     require_one_of,
 )
 from torchtune_adaptive.text import parse_memory
@@ -120,6 +121,8 @@ class RecoverableStep(Generic[Sums]):
         steps_done: int = 0,
     ) -> None:
         compile_each_size()
+        functions = {"micro_step": micro_step, "release": release, "padded_rows": padded_rows, "on_event": on_event}
+        require_callable(**{name: one for name, one in functions.items() if one is not None})
         self._cutter = micro_batch_size if isinstance(micro_batch_size, Cutter) else Slices(micro_batch_size)
         optimizers, device = optimizers_of(optimizer), computing_device(model)
         require_one_of("reduce", reduce, ("each", "last"))

@@ -21,7 +21,7 @@ from torchtune_adaptive.engine.search.find import search
 from torchtune_adaptive.engine.search.options import SearchOptions, Strategy
 from torchtune_adaptive.engine.search.strategies import NO_BOUND, SMALL_BATCH_SIZES, Probe, SearchResult
 from torchtune_adaptive.engine.search.token_budget import search_token_budget
-from torchtune_adaptive.errors import InputError, require_integer
+from torchtune_adaptive.errors import InputError, require_callable, require_integer
 from torchtune_adaptive.text import count_text, parse_memory
 
 
@@ -89,6 +89,7 @@ def find_max_batch_size(
     )
     if strategy == "decrease_until_oom" and max_batch_size is None:
         raise InputError("`decrease_until_oom` needs `max_batch_size`, from which it starts.")
+    require_callable(make_batch=make_batch)
     with searched_loop(train_step, model, optimizer, process_group) as loop:
         bound = options.max_batch_size or NO_BOUND
         return search(loop, lambda n: [make_batch(n)], options, start=SMALL_BATCH_SIZES[0], bound=bound)
@@ -159,6 +160,7 @@ def find_max_tokens(
     1019
     """
     require_integer("seq_len", seq_len, minimum=1)
+    require_callable(make_batch=make_batch)
     options = SearchOptions(
         memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit), margin=margin
     )
@@ -189,6 +191,7 @@ def searched_loop(
     The reducer of a ``DistributedDataParallel`` takes no part, because it cannot be reset after a step that failed. Its
     buckets are in memory nevertheless.
     """
+    require_callable(train_step=train_step)
     device = computing_device(model)
     optimizers = optimizers_of(optimizer)
     if is_compiled(model) and device.type == "cpu":

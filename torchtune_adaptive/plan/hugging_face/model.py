@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchtune_adaptive.errors import InputError, quote, reason_of
+from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
 from torchtune_adaptive.plan.hugging_face.quantized import QuantizedWeights
 from torchtune_adaptive.plan.hugging_face.run_keys import ModelKeys, imported
 
@@ -80,7 +80,8 @@ class LanguageModel:
     @property
     def num_layers(self) -> int:
         """The layers of the whole model; 0 if its config does not say."""
-        return getattr(self.config.get_text_config(), "num_hidden_layers", None) or 0
+        number = getattr(self.config.get_text_config(), "num_hidden_layers", None) or 0
+        return require_integer("num_hidden_layers", number, minimum=0)
 
     @property
     def kinds_of_layers(self) -> list[Any]:

@@ -12,6 +12,7 @@ from torchtune_adaptive.plan.hugging_face.run_keys import Arguments, RunKeys, Tr
 # Of reserved bytes. 0.7 % was the worst in benchmarks/results/trainer_accuracy_simulated.md; no real GPU was measured.
 UNCERTAINTY = 0.03
 # `max_length` of TRL's trainers by default; transformers' Trainer has none.
+_LONGEST_ROW = 2**24  # tokens; a plan makes such a row
 _DEFAULT_LENGTHS = MappingProxyType({"sft": 1024, "dpo": 1024, "transformers": 4096})
 
 
@@ -41,9 +42,11 @@ class HuggingFaceRun:
     def __post_init__(self) -> None:
         for name in ("seq_len", "ranks"):
             require_integer(name, getattr(self, name), minimum=1)
-        require_integer(
-            "gradient_accumulation_steps", self.run_keys.training.get("gradient_accumulation_steps", 1), minimum=1
-        )
+        if self.seq_len > _LONGEST_ROW:
+            raise InputError(f"A plan takes rows of up to {_LONGEST_ROW} tokens, but they have {self.seq_len}.")
+        for name in ("gradient_accumulation_steps", "ddp_bucket_cap_mb"):
+            if (value := self.run_keys.training.get(name)) is not None:
+                require_integer(name, value, minimum=1)
         if self.mean_len is not None and self.mean_len > self.seq_len:
             raise InputError(
                 f"`--mean-len` must be at most {self.seq_len}, the tokens of the longest row, but is {self.mean_len}"
@@ -76,7 +79,9 @@ class HuggingFaceRun:
         Raises:
             InputError: as the class.
         """
-        given = seq_len or RunKeys.of(keys, Arguments.of(trainer)).training.get("max_length")
+        given, of_keys = seq_len, RunKeys.of(keys, Arguments.of(trainer)).training.get("max_length")
+        if given is None and of_keys is not None:
+            given = require_integer("max_length", of_keys, minimum=1)
         length = given or _DEFAULT_LENGTHS[trainer]
         run = cls(path=path, trainer=trainer, keys=keys, seq_len=length, ranks=ranks, mean_len=mean_len)
         longest = None if given else run.model.longest_row
@@ -167,9 +172,10 @@ class HuggingFaceRun:
         Raises:
             InputError: peft cannot add them.
         """
-        if self.adapters is None:
-            return model
         try:
-            return imported("peft", needed_for="LoRA").get_peft_model(model, self.adapters)
-        except ValueError as error:
+            adapters = self.adapters
+            return model if adapters is None else imported("peft", needed_for="LoRA").get_peft_model(model, adapters)
+        except InputError:
+            raise
+        except Exception as error:  # values that it does not expect may fail in any way
             raise InputError(f"peft refuses what the `lora_` keys say: {reason_of(error)}.") from error

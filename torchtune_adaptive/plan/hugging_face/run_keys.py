@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, get_type_hints
 
-from torchtune_adaptive.errors import InputError, did_you_mean, quote, reason_of, require_one_of
+from torchtune_adaptive.errors import InputError, as_integer, did_you_mean, is_number, quote, reason_of, require_one_of
 
 # By the trainer's name in a command: its package, and the names of its class and of the class of its arguments.
 _CLASSES = MappingProxyType(
@@ -141,6 +141,8 @@ class ModelKeys:
                 raise InputError(f"`{name}` must be {_KINDS[kind]}, but is {quote(value)} instead.")
         if self.load_in_4bit and self.load_in_8bit:
             raise InputError("`load_in_4bit` and `load_in_8bit` cannot both be True.")
+        if self.use_dora and self.is_quantized:
+            raise InputError("`use_dora` is not planned with weights in 4 or 8 bits.")
         require_one_of("bnb_4bit_quant_type", self.bnb_4bit_quant_type, ("nf4", "fp4"))
         require_one_of("bnb_4bit_quant_storage", self.bnb_4bit_quant_storage or "uint8", _STORAGES)
 
@@ -226,10 +228,16 @@ def _converted(key: str, value: Any, annotation: str) -> Any:
     """The value, but for a text the value that transformers' parser of arguments reads in it for a field of this type.
 
     Raises:
-        InputError: it reads none.
+        InputError: it reads none, or the value is of another type.
     """
     kinds = set(re.findall(r"\w+", annotation))
+    wanted = next((_KINDS[kind] for kind in (bool, int, float) if kind.__name__ in kinds), "a mapping of keys")
     if not isinstance(value, str):
+        fits = {"bool": value in (True, False), "int": as_integer(value) is not None, "float": is_number(value)}
+        fits["None"] = value is None  # which many fields take that do not say so
+        plain = {"None", *kinds} - {"Optional", "Union"}
+        if kinds and plain <= fits.keys() and not any(fits[kind] for kind in plain):
+            raise InputError(f"`{key}` must be {wanted}, but is {quote(value)} instead.")
         return value
     try:
         if "dict" in kinds:
@@ -239,7 +247,6 @@ def _converted(key: str, value: Any, annotation: str) -> Any:
                 if kind.__name__ in kinds:
                     return _BOOLS[value.lower()] if kind is bool else kind(value)
     except (ValueError, KeyError) as error:
-        wanted = next((_KINDS[kind] for kind in (bool, int, float) if kind.__name__ in kinds), "a mapping of keys")
         raise InputError(f"`{key}` must be {wanted}, but is {quote(value)} instead.") from error
     return value
 
@@ -313,7 +320,7 @@ def read_keys(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     if path is not None:
         try:
             read = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, RecursionError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise InputError(f"`--training-args` {quote(str(path))} cannot be read: {reason_of(error)}.") from error
         if not isinstance(read, dict):
             raise InputError(f"`--training-args` must name a file of keys and values, but {quote(str(path))} has none.")

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtune_adaptive.errors import InputError
 
+_MOST_RANKS = 2**16  # torch notes each of them
 _CLEAR_SHARDINGS = "_clear_DTensor_sharding_propagator_cache"
 
 
@@ -44,6 +45,8 @@ def fake_process_group(world_size: int) -> Iterator[None]:
     Raises:
         InputError: it is in a process group already.
     """
+    if world_size > _MOST_RANKS:
+        raise InputError(f"A plan takes up to {_MOST_RANKS} ranks, but there are {world_size}.")
     if dist.is_initialized():
         ranks = dist.get_world_size()
         raise InputError(f"A plan starts a process group of its own, but this process is in one of size {ranks}.")

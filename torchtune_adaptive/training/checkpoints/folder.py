@@ -179,6 +179,9 @@ class CheckpointFolder:
     def checkpoints(self) -> list[Checkpoint]:
         """All complete checkpoints in the order of writing. Incomplete ones are logged."""
         found: list[Checkpoint] = []
+        for path in sorted(self.path.glob("step_*")):
+            if _NAME.fullmatch(path.name) and not (path / STATE_NAME).is_file():
+                log.warning(f"Skipped checkpoint {path}. It has no {STATE_NAME}.")
         for path in self.paths():
             try:
                 found.append(read_checkpoint(path))
