@@ -98,6 +98,7 @@ def test_the_readme_of_the_index_needs_no_repository() -> None:
             assert (REPOSITORY / target.removeprefix(pages).partition("#")[0]).exists(), target
     assert re.findall(r"pip install \S+", metadata.readme) == [
         "pip install 'torchtune-adaptive[torchtune]'",
+        "pip install 'torchtune-adaptive[transformers]'",
         "pip install torchtune-adaptive`.",
     ]
 
