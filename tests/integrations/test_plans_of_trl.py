@@ -219,15 +219,15 @@ def test_adapters_are_named_as_trl_takes_them_and_refused_with_the_reason_of_pef
 
     assert parameters(lora_target_modules=["all-linear"]) == parameters(lora_target_modules="all-linear")
     wrong = {
-        "lora_r": (0, "ValueError"),
-        "lora_dropout": (7.0, "ValueError"),
-        "lora_target_modules": (5, "TypeError"),
+        "lora_r": (0, "ValueError: `r` should be a positive"),
+        "lora_dropout": (7.0, "ValueError: dropout probability"),
+        "lora_target_modules": (5, "TypeError: "),
+        "lora_modules_to_save": (5, "TypeError: "),
     }
-    wrong |= {"lora_modules_to_save": (5, "TypeError")}
     for key, (value, reason) in wrong.items():
         with pytest.raises(InputError) as caught:
             parameters(**{key: value})
-        assert str(caught.value).startswith(f"peft refuses what the `lora_` keys say: {reason}: ")
+        assert str(caught.value).startswith(f"peft refuses what the `lora_` keys say: {reason}")
 
 
 def test_adapters_under_fsdp2_are_sharded_with_the_weights(path: str) -> None:

@@ -183,7 +183,7 @@ def _check_numbers(cfg: DictConfig) -> None:
         if (value := OmegaConf.select(cfg, name)) is not None:
             require_integer(name, value, minimum=minimum)
     rate = OmegaConf.select(cfg, "optimizer.lr", default=0)
-    if is_number(rate) and not math.isfinite(rate):
+    if is_number(rate) and not is_finite_number(rate):
         raise InputError(f"`optimizer.lr` must be a finite number, but is {quote(rate)} instead.")
     clips_at = cfg.get("clip_grad_norm")
     if clips_at not in (None, "inf", math.inf) and not (is_finite_number(clips_at) and clips_at >= 0):

@@ -189,7 +189,7 @@ def test_another_model_and_optimizer_load_everything_and_train_the_same(name: st
     assert all(after[place].dtype == other_after[place].dtype for place in after)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad", "parts"])
+@pytest.mark.parametrize("name", ["adamw", "adagrad"])
 def test_a_model_of_another_type_has_states_of_its_type_as_if_trained_with_it(name: str) -> None:
     model, other = Model().bfloat16(), Model()
     for one in (model, other):
@@ -202,7 +202,7 @@ def test_a_model_of_another_type_has_states_of_its_type_as_if_trained_with_it(na
     step(other, [other_optimizer])
     states = [(one, other_optimizer.state[one]) for one in other.parameters() if one in other_optimizer.state]
     alike = [value for one, state in states for value in state.values() if getattr(value, "shape", ()) == one.shape]
-    assert all(value.dtype == torch.float32 for value in alike)
+    assert {value.dtype for value in alike} == {torch.float32}
 
 
 def test_a_parameter_that_has_no_state_yet_has_none_afterwards() -> None:

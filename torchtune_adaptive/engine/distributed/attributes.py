@@ -111,19 +111,23 @@ class KeptAttributes:
     def restore(self) -> None:
         """Restore what was kept, any number of times."""
         has_installed = self._has_new_hooks()
+
+        def stays(value: Any) -> bool:
+            return has_installed and _tells_of_hooks(value)
+
         torch.set_grad_enabled(self._computes_gradients)
         for parameter, needs_gradients in zip(self._parameters, self._need_gradients, strict=True):
             if parameter.requires_grad is not needs_gradients:
                 parameter.requires_grad_(needs_gradients)
         for holder, names in zip(self._holders, self._names, strict=True):
             for name in holder.keys() - set(names):
-                if not (has_installed and _tells_of_hooks(holder[name])) and _can_be_removed(holder[name]):
+                if _can_be_removed(holder[name]) and not stays(holder[name]):
                     del holder[name]
         for (holder, name), value in zip(self._places, self._values, strict=True):
-            if value is not _OTHER and not (has_installed and _tells_of_hooks(holder.get(name))):
+            if value is not _OTHER and not stays(holder.get(name)):
                 holder[name] = value
         for container, kept in zip(self._containers, self._copies, strict=True):
-            if not (has_installed and _tells_of_hooks(container)):
+            if not stays(container):
                 container.clear()
                 (container.extend if hasattr(container, "extend") else container.update)(kept)
         for module, is_training in zip(self._modules, self._modes, strict=True):

@@ -272,9 +272,11 @@ class RecoverableStep(Generic[Sums]):
             raise InputError(NO_SAMPLES)
         self._check_whole(samples)
         *first, last = self._micro_steps(micro_batches)
-        with self._keeping_gradients():
-            results = [run() for run in first]
-        return functools.reduce(sum_of_results, [*results, last()])
+        result = None
+        if first:
+            with self._keeping_gradients():
+                result = functools.reduce(sum_of_results, (run() for run in first))
+        return sum_of_results(result, last())
 
     @contextmanager
     def _keeping_gradients(self) -> Iterator[None]:

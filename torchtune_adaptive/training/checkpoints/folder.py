@@ -85,6 +85,7 @@ class CheckpointFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.finished: list[tuple[Path, int]] = []
+        self._skipped: set[Path] = set()  # incomplete checkpoints that were logged
         self._serial = 0
         self._lock: FolderLock | None = None
 
@@ -173,20 +174,27 @@ class CheckpointFolder:
 
     def paths(self) -> list[Path]:
         """The folders of all checkpoints that this package has written, complete or not."""
-        names = [path for path in sorted(self.path.glob("*_*")) if _NAME.fullmatch(path.name)]
-        return [path for path in names if (path / STATE_NAME).is_file()]
+        return [path for path in self._named() if (path / STATE_NAME).is_file()]
+
+    def _named(self) -> list[Path]:
+        """The folders with the name of a checkpoint, torchtune's own among them."""
+        return [path for path in sorted(self.path.glob("*_*")) if _NAME.fullmatch(path.name)]
 
     def checkpoints(self) -> list[Checkpoint]:
-        """All complete checkpoints in the order of writing. Incomplete ones are logged."""
+        """All complete checkpoints in the order of writing. Each incomplete one is logged once."""
         found: list[Checkpoint] = []
-        for path in sorted(self.path.glob("step_*")):
-            if _NAME.fullmatch(path.name) and not (path / STATE_NAME).is_file():
-                log.warning(f"Skipped checkpoint {path}. It has no {STATE_NAME}.")
-        for path in self.paths():
-            try:
-                found.append(read_checkpoint(path))
-            except InputError as error:
-                log.warning(f"Skipped checkpoint {path}. {error}")
+        for path in self._named():
+            reason = ""
+            if (path / STATE_NAME).is_file():
+                try:
+                    found.append(read_checkpoint(path))
+                except InputError as error:
+                    reason = str(error)
+            elif path.name.startswith("step_"):  # an epoch without it is torchtune's own
+                reason = f"It has no {STATE_NAME}."
+            if reason and path not in self._skipped:
+                self._skipped.add(path)
+                log.warning(f"Skipped checkpoint {path}. {reason}")
         found.sort(key=lambda checkpoint: checkpoint.serial)
         self._serial = max([self._serial, *(one.serial for one in found)])
         return found

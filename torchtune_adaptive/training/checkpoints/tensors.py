@@ -189,7 +189,7 @@ def _alike(
     size: torch.Size, dtype: torch.dtype, parameter: nn.Parameter, *, key: str, group: Mapping[str, Any]
 ) -> torch.Tensor:
     """An empty tensor for a saved one, on the device where the optimizer of ``parameter`` keeps it."""
-    if size == parameter.shape and size:
+    if size == parameter.shape != ():
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     # torch's optimizers keep the step count in host memory, unless their kernels read it on the device.
     on_host = key == "step" and not group.get("fused") and not group.get("capturable")
