@@ -4,6 +4,7 @@ import math
 import random
 from typing import Any, Literal
 
+import numpy as np
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.datasets import PackedDataset
 
@@ -49,7 +50,8 @@ class RandomRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         dice = random.Random(index)
         tokens = dice.choices(range(1, self._vocab_size), k=self._lengths[index])
-        return {"tokens": tokens, "labels": [CROSS_ENTROPY_IGNORE_IDX, *tokens[1:]]}  # the first is not predicted
+        labels = list(np.array([CROSS_ENTROPY_IGNORE_IDX, *tokens[1:]]))  # NumPy's numbers, as torchtune has them
+        return {"tokens": tokens, "labels": labels}  # the first is not predicted
 
 
 class RandomPairs(RandomRows):

@@ -5,10 +5,18 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
-from torchtune_adaptive.engine.recovery.columns import copied, map_columns, named_values, was_changed
+from torchtune_adaptive.engine.recovery.columns import (
+    copied,
+    leaves,
+    map_columns,
+    named_values,
+    padded_numel,
+    was_changed,
+)
 from torchtune_adaptive.errors import InputError
 
 
@@ -57,6 +65,14 @@ def test_a_change_of_a_copy_is_seen_and_leaves_the_batch(
     change(of(given)["ids"], of(given)["words"])
     assert was_changed(given, batch)
     assert (of(batch)["ids"].tolist(), of(batch)["words"]) == ([0, 1], [["a"], ["b"]])
+
+
+@pytest.mark.parametrize("numbers", [[1, 2, 3], list(np.arange(3)), list(np.ones(3))])
+def test_a_list_of_numbers_is_one_value(numbers: list[Any]) -> None:
+    """To look at each token of a long row costs more than a train step adds otherwise."""
+    assert list(leaves({"labels": numbers})) == [numbers]
+    assert padded_numel({"labels": [numbers, numbers[:1]]}) == 6
+    assert copied(numbers)[0] is numbers[0]
 
 
 def test_a_nan_is_no_change() -> None:

@@ -13,6 +13,7 @@ from torchtune_adaptive.engine.memory.operations import plain_parts
 
 SMALL_BYTES = 2**20  # of tensors that cost nothing to keep in each step
 _INTERNAL = frozenset(vars(nn.Module()))  # the names of a module's own attributes
+_UNCHANGING = frozenset({"builtins", "torch", "torchtune", "typing"})
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
 _CONTAINERS = frozenset(
     {list, set, collections.deque, dict, collections.OrderedDict, collections.defaultdict, collections.Counter}
@@ -49,14 +50,17 @@ class TensorPlace(NamedTuple):
 def tensor_places(model: nn.Module) -> list[TensorPlace]:
     """The places of all buffers of ``model``, and of tensors in attributes of modules of the user's own classes."""
     places = [TensorPlace(module._buffers, name, True) for module in model.modules() for name in module._buffers]
-    holders = (vars(module) for module in model.modules() if not _is_of_torch(module))
+    holders = (vars(module) for module in model.modules() if not _changes_nothing(module))
     found = ((one, name) for one in holders for name, value in one.items() if _can_be_set(value))
     return places + [TensorPlace(holder, name, False) for holder, name in found]
 
 
-def _is_of_torch(module: nn.Module) -> bool:
-    """Whether all classes of ``module`` are torch's own, whose attributes no step changes but for ``training``."""
-    return all(one.__module__.partition(".")[0] in ("torch", "builtins") for one in type(module).__mro__)
+def _changes_nothing(module: nn.Module) -> bool:
+    """Whether all classes of ``module`` are of packages whose modules a train step does not change, but ``training``.
+
+    torchtune's set attributes in their set-up alone, and while they generate text.
+    """
+    return all(one.__module__.partition(".")[0] in _UNCHANGING for one in type(module).__mro__)
 
 
 def _can_be_set(value: Any) -> TypeGuard[torch.Tensor]:
@@ -84,7 +88,7 @@ class KeptAttributes:
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
         self._parameters = list(model.parameters())
-        own = [module for module in self._modules if not _is_of_torch(module)]
+        own = [module for module in self._modules if not _changes_nothing(module)]
         self._holders = [holder for module in own for holder in (vars(module), module._buffers)]
         self._names: list[list[str]] = []
         self._places: list[tuple[dict[str, Any], str]] = []

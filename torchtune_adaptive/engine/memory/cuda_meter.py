@@ -84,9 +84,9 @@ class CudaMeter(MemoryMeter):
 
         An exact meter then resets the allocator's peaks, so that the next reading covers only what follows.
         """
-        stats = torch.cuda.memory_stats(self._device)
-        allocated_bytes = stats.get("allocated_bytes.all.peak", 0)
-        self._peak_bytes = max(self._peak_bytes, stats.get("reserved_bytes.all.peak", 0))
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)  # the flat one takes ten times as long
+        allocated_bytes = stats["allocated_bytes"]["all"]["peak"] if stats else 0
+        self._peak_bytes = max(self._peak_bytes, stats["reserved_bytes"]["all"]["peak"] if stats else 0)
         self._update_phase_peak(allocated_bytes)
         if self._exact:
             torch.cuda.reset_peak_memory_stats(self._device)

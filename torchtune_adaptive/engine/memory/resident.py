@@ -14,7 +14,8 @@ def anonymous_bytes() -> int | None:
     CPU it includes the tensors of the computation. It takes one read of a small file.
     """
     try:
-        pages = (_PROC / "self/statm").read_text(encoding="utf-8").split()
+        with open(_PROC / "self/statm", "rb", buffering=0) as figures:
+            pages = figures.read().split()
     except OSError:
         return None
     return (int(pages[_RESIDENT]) - int(pages[_OF_FILES])) * os.sysconf("SC_PAGE_SIZE")

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from numbers import Number
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def leaves(batch: Any) -> Iterator[Any]:
     """Yield all values in a batch, also those within lists and tuples, but a list of numbers as one."""
     if (named := named_values(batch)) is not None:
         batch = [value for _, value in named]
-    if isinstance(batch, list | tuple) and not (batch and isinstance(batch[0], int | float)):
+    if isinstance(batch, list | tuple) and not (batch and isinstance(batch[0], Number)):
         for one in batch:
             yield from leaves(one)
     else:
@@ -81,7 +82,7 @@ def padded_numel(batch: Any) -> int:
         return math.prod(batch.shape)
     if not isinstance(batch, list | tuple) or not batch:
         return 0
-    if isinstance(batch[0], int | float | str):
+    if isinstance(batch[0], Number | str):  # also NumPy's numbers, as in torchtune's labels
         return len(batch)
     numels = list(map(padded_numel, batch))
     return sum(numels) if isinstance(batch, tuple) else len(numels) * max(numels)
@@ -161,7 +162,7 @@ def _is_array(value: Any) -> bool:
 
 def _has_only_numbers(values: list[Any] | tuple[Any, ...]) -> bool:
     """Whether a list has only numbers and texts, such as the token ids of a long row."""
-    return {*map(type, values)} <= {int, float, bool, str}
+    return all(issubclass(one, Number | str) for one in {*map(type, values)})
 
 
 def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
