@@ -39,7 +39,7 @@ CASES: dict[str, tuple[list[str], str]] = {
             "dataset._component_=torchtune.datasets.preference_dataset",
             "dataset.data_files=${tiny_dir}/preferences.json",
         ],
-        "Samples of `dataset` need tokens, labels, but the first one has chosen_input_ids, chosen_labels, ",
+        "Samples of `dataset` need tokens, labels, but its first sample has chosen_input_ids, chosen_labels, ",
     ),
     "column that is not there": (
         ["dataset.column_map={input: nope, output: output}"],

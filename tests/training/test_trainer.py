@@ -56,7 +56,8 @@ W, LR = 2.0, 0.25
 
 
 def rows_of(*xs: float, lengths: Sequence[int] = ()) -> list[Row]:
-    return [{"tokens": [x] * length} for x, length in zip(xs, lengths or [1] * len(xs), strict=True)]
+    rows = [[x] * length for x, length in zip(xs, lengths or [1] * len(xs), strict=True)]
+    return [{"tokens": row, "labels": row} for row in rows]
 
 
 TWELVE = rows_of(*range(12))

@@ -86,7 +86,7 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             super().setup(self._cfg)
         self._metric_logger = TolerantLogger(self._metric_logger)
         with keep_random_states([self._rng]):  # the data set's transforms may use them
-            self._rows.check_sample(self._dataloader.dataset)
+            self._rows.sample(self._dataloader.dataset, 0)
         check_ppo_models(self._policy_model, self._reward_model, self._dataloader.dataset)
         if len(self._dataloader) == 0:  # torchtune would end at once, without training or saving
             prompts = len(self._dataloader.dataset)

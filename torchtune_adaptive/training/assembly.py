@@ -206,7 +206,7 @@ def _find_sizes(
     parts: RecipeParts, settings: AdaptiveSettings, loop: Loop, loader: StepLoader, growth: BatchGrowth
 ) -> Sizes:
     """The sizes of micro-batches, searched if the settings ask for it. A collective."""
-    parts.row_format.check_sample(loader.dataset)
+    parts.row_format.sample(loader.dataset, 0)
     growth.sizes(loader.batch_size)  # so that an invalid answer is found before the search
     sizes = SizeFinder(
         loop,

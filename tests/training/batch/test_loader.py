@@ -23,7 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWa
 
 def dataset_of(samples: int, *, longest: int | None = None) -> Any:
     """Rows whose tokens are all their index in the data set; two tokens each, five at the index ``longest``."""
-    return [{"tokens": [place] * (5 if place == longest else 2)} for place in range(samples)]
+    rows = [[place] * (5 if place == longest else 2) for place in range(samples)]
+    return [{"tokens": row, "labels": row} for row in rows]
 
 
 global_loader = partial(step_loader, is_global=True)
@@ -54,6 +55,11 @@ class LastIsUnreadable(list[Any]):
     [
         (dataset_of(8, longest=7), "`dataset` has 5 tokens in sample 7, but the model takes at most 4; set"),
         (LastIsUnreadable(dataset_of(8)), "`dataset` cannot load sample 7: KeyError: 'output'."),
+        (
+            [*dataset_of(7), {"tokens": [7, 7], "text": ""}],
+            "Samples of `dataset` need tokens, labels, but sample 7 has tokens, text.",
+        ),
+        ([*dataset_of(7), None], "Samples of `dataset` need tokens, labels, but sample 7 is None."),
     ],
 )
 def test_a_sample_that_cannot_be_used_is_refused_by_its_number(dataset: Any, sentence: str, is_global: bool) -> None:

@@ -1,7 +1,7 @@
 """The format of samples: their length, and samples for probes. One class for each kind of data set."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +12,7 @@ from torchtune.datasets import ConcatDataset, PackedDataset
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.progress import Bar
-from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.errors import InputError, quote, reason_of
 
 Row: TypeAlias = dict[str, Any]
 
@@ -83,17 +83,17 @@ class RowFormat(ABC):
             length = consensus.max_over_ranks(max((number for _, number in own), default=0))
         return self.stretched(row, length)
 
-    def check_sample(self, dataset: Any) -> None:
-        """Check that the first sample has this format.
+    def sample(self, dataset: Any, index: int) -> Row:
+        """The sample of ``dataset`` at ``index``.
 
         Raises:
-            InputError: the first sample cannot be loaded, or has another format.
+            InputError: it cannot be loaded, or has another format.
         """
-        row = load_sample(dataset, 0)
-        if not set(self.keys) <= set(row):
-            raise InputError(
-                f"Samples of `dataset` need {', '.join(self.keys)}, but the first one has {', '.join(row)}."
-            )
+        row = load_sample(dataset, index)
+        if not isinstance(row, Mapping) or not row.keys() >= {*self.keys}:
+            has = f"has {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"is {quote(row)}"
+            raise InputError(f"Samples of `dataset` need {', '.join(self.keys)}, but {_place(index)} {has}.")
+        return row
 
     def check_lengths(self, dataset: Any, *, max_tokens: int, consensus: Consensus) -> None:
         """Read the whole data set once, and check that no sample is longer than ``max_tokens``. A collective.
@@ -143,7 +143,7 @@ class RowFormat(ABC):
         """Index and sample of each of this rank's share, with a progress bar."""
         share = range(consensus.rank, len(dataset), consensus.world_size)
         for index in Bar(share, desc=task, disable=consensus.rank != 0):
-            yield index, load_sample(dataset, index)
+            yield index, self.sample(dataset, index)
 
 
 class TokenRows(RowFormat):
@@ -204,16 +204,19 @@ def load_sample(dataset: Any, index: int) -> Row:
     """
     try:
         return dataset[index]
-    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        place = f"sample {index}" if index else "its first sample"
-        raise InputError(f"`dataset` cannot load {place}: {reason_of(error)}.") from error
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise InputError(f"`dataset` cannot load {_place(index)}: {reason_of(error)}.") from error
+
+
+def _place(index: int) -> str:
+    return f"sample {index}" if index else "its first sample"
 
 
 class NumberedSamples(Dataset[Row]):
     """The samples of ``dataset``, each of at most ``longest`` tokens; None: of any length.
 
     Raises:
-        InputError: a sample cannot be loaded, or is longer; the message has its number.
+        InputError: a sample cannot be loaded, has another format, or is longer; the message has its number.
     """
 
     def __init__(self, dataset: Any, row_format: RowFormat, *, longest: int | None) -> None:
@@ -222,7 +225,7 @@ class NumberedSamples(Dataset[Row]):
         self._longest = longest
 
     def __getitem__(self, index: int) -> Row:
-        row = load_sample(self._dataset, index)
+        row = self._row_format.sample(self._dataset, index)
         if self._longest is not None and (length := self._row_format.num_tokens(row)) > self._longest:
             raise InputError(
                 f"`dataset` has {length} tokens in sample {index}, but the model takes at most {self._longest}; set"
