@@ -56,6 +56,12 @@ def test_a_step_depends_on_the_traced_keys_alone(changes: dict[str, Any], is_sam
             {"cudnn_deterministic_mode": "warn"},
             "`cudnn_deterministic_mode: warn` cannot be planned: its kernels take other memory.",
         ),
+        ({"device": "foo"}, "`device` must be the CPU or CUDA, but is 'foo' instead."),
+        ({"device": "xpu:0"}, "`device` must be the CPU or CUDA, but is 'xpu:0' instead."),
+        (
+            {"dataset": [{"packed": False}, {"packed": "yes"}]},
+            "`dataset.packed` must be True or False, but is 'yes' instead.",
+        ),
     ],
 )
 def test_values_with_which_a_step_would_be_planned_wrongly_are_refused(values: dict[str, Any], sentence: str) -> None:

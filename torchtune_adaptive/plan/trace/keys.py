@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import InputError, quote, require_bool
 from torchtune_adaptive.stock.configs import resolved
 
 # A trace runs these, or the figures of host memory count them.
@@ -91,7 +91,10 @@ def is_packed(cfg: Mapping[str, Any]) -> bool:
     """Whether the rows of the config's data set, or of one of its data sets, are packed."""
     dataset = cfg.get("dataset")
     blocks = dataset if isinstance(dataset, Sequence) else [dataset]
-    return any(isinstance(block, Mapping) and block.get("packed", False) for block in blocks)
+    packed = [block.get("packed", False) for block in blocks if isinstance(block, Mapping)]
+    for one in packed:
+        require_bool("dataset.packed", one)
+    return any(packed)
 
 
 def max_images(content: Mapping[str, Any]) -> int:
@@ -100,6 +103,9 @@ def max_images(content: Mapping[str, Any]) -> int:
 
 
 def _refuse_unplanned(content: dict[str, Any]) -> None:
+    device = content.get("device", "cpu")
+    if str(device).partition(":")[0] not in ("cpu", "cuda"):
+        raise InputError(f"`device` must be the CPU or CUDA, but is {quote(device)} instead.")
     dim = content.get("tensor_parallel_dim", 1)
     if dim != 1 and content.get("compile", False):
         raise InputError(f"`compile` cannot be planned with `tensor_parallel_dim: {dim}`.")
