@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+import traceback
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.support.ranks import device_of_rank, run_on_ranks
+from tests.support.ranks import device_of_rank, run_alone, run_on_ranks
+from tests.support.recipe_runs import COMMON, adaptive_recipe, set_up, shallow_assets, tiny_config
 
 pytestmark = pytest.mark.simulated_gpu
 MIB = 2**20
@@ -170,3 +174,34 @@ def test_collectives_of_three_ranks_are_those_of_gloo() -> None:
         assert found.pop("objects") == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]]
         for name, (by_nccl, by_gloo) in found.items():
             assert torch.equal(by_nccl, by_gloo), name
+
+
+# ---- waits for the device
+
+
+def _places_of_waits(kind: str, tiny_dir: Path, output_dir: Path) -> set[str]:
+    """The functions of this package in which the second train step of a recipe waits for the device."""
+    trainer = set_up(adaptive_recipe(kind), tiny_config(kind, tiny_dir, output_dir, **COMMON)).trainer
+    steps = trainer.loader.steps(0)
+    trainer.train_step(next(steps))
+    places: set[str] = set()
+
+    def note(message: Any, *_: Any) -> None:
+        if "called a synchronizing" in str(message):
+            frames = (frame for frame in traceback.extract_stack() if "/torchtune_adaptive/" in frame.filename)
+            places.add([*frames][-1].name)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        trainer.train_step(next(steps))
+        torch.cuda.set_sync_debug_mode("default")
+    return places
+
+
+@pytest.mark.parametrize("kind", ["full_single", "lora_dpo_single"])  # torchtune's loss for distillation waits
+def test_a_step_waits_for_the_device_to_copy_its_batch_and_to_read_its_figures(
+    kind: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    assert run_alone(_places_of_waits, kind, shallow_assets(tiny_dir), tmp_path) <= {"_batch", "<lambda>", "read"}

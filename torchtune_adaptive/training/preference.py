@@ -58,7 +58,7 @@ class Preference:
         }
         sums = {name: (values * counts).sum() for name, values in metrics.items()}
         sums |= {name: mean * pairs for name, mean in logits.items()}
-        num_tokens = torch.tensor(tokens.numel(), device=tokens.device)
+        num_tokens = tokens.new_full((), tokens.numel())  # without waiting for the device
         return Loss((losses * counts).sum(), pairs, num_tokens, sums)
 
 
