@@ -16,7 +16,7 @@ from torchtune_adaptive.engine.distributed.snapshot import UnchangedParameters, 
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
-from torchtune_adaptive.engine.memory.out_of_memory import free_memory, only_new_garbage
+from torchtune_adaptive.engine.memory.out_of_memory import empty_cache, free_memory, only_new_garbage
 from torchtune_adaptive.engine.optimizers import without_step_hooks
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
 from torchtune_adaptive.errors import InputError, quote
@@ -99,11 +99,15 @@ class Loop:
 
         return run_or_abort_together(create, self.consensus) is Outcome.DONE
 
-    def clean_up(self) -> None:
-        """Drop gradients and everything else that a step has left, whether it failed or not."""
+    def clean_up(self, *, has_garbage: bool = True) -> None:
+        """Drop gradients and everything else that a step has left, whether it failed or not.
+
+        Args:
+            has_garbage: False saves time if no micro-step has run since the last call.
+        """
         self.release()
         reset_after_failure(self.model)
-        free_memory(self.device)
+        (free_memory if has_garbage else empty_cache)(self.device)
 
 
 @contextmanager

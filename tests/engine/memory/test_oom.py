@@ -328,6 +328,20 @@ def test_without_a_new_backward_the_queue_of_the_failed_one_keeps_the_graph_aliv
     assert all(reference() is None for reference in watched)
 
 
+def test_memory_is_freed_also_where_at_first_there_is_none_for_a_scalar(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty_queue, errors = out_of_memory._empty_queue, [torch.OutOfMemoryError()]
+
+    def full_at_first(device: torch.device) -> None:
+        if errors:
+            raise errors.pop()
+        empty_queue(device)
+
+    monkeypatch.setattr(out_of_memory, "_empty_queue", full_at_first)
+    watched = fails(fail_in_backward)
+    free_memory(CPU)
+    assert [reference() for reference in watched if reference() is not None] == []
+
+
 @pytest.fixture
 def nothing_is_frozen() -> Iterator[None]:
     """As in a process that has not called ``gc.freeze``."""
@@ -374,5 +388,5 @@ def test_a_cache_is_emptied_only_after_the_device_has_finished(monkeypatch: pyte
         synchronize=lambda device: calls.append(f"waited for {device}"), empty_cache=lambda: calls.append("emptied")
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    out_of_memory._collect(torch.device("cuda", 1))
+    out_of_memory.empty_cache(torch.device("cuda", 1))
     assert calls == ["waited for cuda:1", "emptied"]

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import copy
+import gc
 import io
 import re
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -96,6 +98,16 @@ def test_after_an_error_the_step_is_run_again_in_halves_with_the_same_random_num
     assert toy.sizes[3:] == [4, 4, 2, 2, 2, 2]
     assert toy.step.micro_batch_size == 2
     assert same_bits(gradients, Toy(2).gradients())
+
+
+def test_after_an_error_garbage_is_collected_a_single_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a large program that takes tenths of a second."""
+    toy = Toy().failing(0)
+    toy.step.dry_run(SAMPLES)
+    collect = mock.Mock(wraps=gc.collect)
+    monkeypatch.setattr(gc, "collect", collect)
+    toy.step(SAMPLES)
+    assert (toy.step.retries, collect.call_count) == (1, 1)
 
 
 def test_an_event_says_what_happened_as_an_object_and_as_a_line() -> None:

@@ -168,10 +168,27 @@ def free_memory(device: torch.device) -> None:
     A failed backward pass leaves tasks in the autograd engine's queue, and these keep the whole graph alive. The
     backward pass of a scalar empties the queue.
     """
-    _collect(device)  # so that there is memory for the scalar
-    with torch.inference_mode(False), torch.enable_grad():
-        torch.zeros(1, device=device, requires_grad=True).sum().backward()
-    _collect(device)
+    try:
+        _empty_queue(device)
+        is_empty = True
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        is_empty = False
+    gc.collect()  # takes tenths of a second in a large program
+    empty_cache(device)
+    if not is_empty:
+        _empty_queue(device)
+        gc.collect()
+        empty_cache(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back what the device's allocator has cached."""
+    if device.type != "cpu":
+        # Expandable segments are unmapped after waiting for one stream only, but FSDP2 uses others too.
+        torch.get_device_module(device).synchronize(device)
+        torch.get_device_module(device).empty_cache()
 
 
 @contextmanager
@@ -193,9 +210,6 @@ def only_new_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _collect(device: torch.device) -> None:
-    gc.collect()
-    if device.type != "cpu":
-        # Expandable segments are unmapped after waiting for one stream only, but FSDP2 uses others too.
-        torch.get_device_module(device).synchronize(device)
-        torch.get_device_module(device).empty_cache()
+def _empty_queue(device: torch.device) -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros(1, device=device, requires_grad=True).sum().backward()

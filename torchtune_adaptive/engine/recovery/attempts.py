@@ -136,7 +136,7 @@ class Recovery:
         attempt.has_fitted = bool(has_fitted)
         if is_out:
             attempt.pressure, attempt.result = MemoryPressure.OUT_OF_MEMORY, None
-            self._clean()
+            self._clean(has_garbage=attempt.error is None)  # else this rank has cleaned up at once
         elif has_unused:
             self._ledger.drop_unused(self._consensus)
         return attempt
@@ -172,10 +172,10 @@ class Recovery:
                     f"this rank could not clean up: {failure}; {attempt.error}"
                 ) from failure
 
-    def _clean(self) -> None:
+    def _clean(self, *, has_garbage: bool = True) -> None:
         """Undo everything that the failed step left. Must be called outside of any ``except`` block."""
         wait_for(self._loop.device)  # running collectives may use its memory; peers issue them too, so they end
-        self._loop.clean_up()
+        self._loop.clean_up(has_garbage=has_garbage)
         self._settings.restore()
         self._attributes.restore()
         if self._kept is not None:
