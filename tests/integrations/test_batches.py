@@ -270,6 +270,16 @@ def test_a_trial_takes_samples_of_the_batch_in_which_they_differ_the_most() -> N
     assert [part.inputs["labels"].tolist() for part in (one, other)] == [[3], [2]]
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_trial_may_take_groups_of_samples(joins: bool) -> None:
+    first, second = (of_columns(input_ids=[[number + 1] for number in rows]) for rows in (range(3), range(3, 6)))
+    cutter = TrainerBatches(4)
+    cutter.joins = joins
+    (one, other, both), alone = cutter.trial_batches([first, second], group=2)
+    found = [part.inputs["input_ids"].flatten().tolist() for part in (one, other, both, *alone)]
+    assert found == [[1, 2], [3, 4 if joins else 1], [1, 2, 3, 4 if joins else 1], [1], [2]]
+
+
 def test_samples_that_differ_in_what_no_trial_has_seen_tell_more() -> None:
     def masks(*lengths: int, first: tuple[int, ...] = (1,)) -> TrainerBatch:
         rows = [[int(place < length) for place in range(40)] for length in lengths]

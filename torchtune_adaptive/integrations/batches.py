@@ -123,7 +123,7 @@ class TrainerBatches(Slices):
         return [self._micro_batch(parts, self.factor or 1.0) for parts in self._parts(samples)]
 
     def trial_batches(
-        self, samples: Sequence[TrainerBatch], pair: tuple[int, int] | None = (0, 1)
+        self, samples: Sequence[TrainerBatch], pair: tuple[int, int] | None = (0, 1), *, group: int = 1
     ) -> list[list[TrainerBatch]]:
         """Each sample of the ``pair``, then both; to try next, each. Nothing if there is no sample.
 
@@ -141,6 +141,8 @@ class TrainerBatches(Slices):
         if not samples:
             return []
         self.has_told_more = False
+        if group > 1:
+            return self._trial_of_groups(samples, group)
         order, wanted = self._in_order(samples)
         one, other = (order[number % len(order)] for number in pair or (0, 1))
         changed, rows, of_first = _with_fewer_labels(other, one), [other.number], [one.number]
@@ -159,6 +161,14 @@ class TrainerBatches(Slices):
         amounts = [_sum(self._amounts(part.inputs)) for part in alone]
         self._last = _Shown(_differences(amounts), pads=shorter <= _LONGEST_SHARE * longer, wanted=wanted)
         return [[*alone, self._micro_batch([first, second])], alone]
+
+    def _trial_of_groups(self, samples: Sequence[TrainerBatch], group: int) -> list[list[TrainerBatch]]:
+        """The first samples of a group of batches that may meet, those after them, and both; to try next, two alone."""
+        self._last = _Shown({}, pads=False, wanted={})
+        every = [(one, [row]) for one in self._groups(samples)[0] for row in range(self.num_samples(one.inputs))]
+        first, second = ([every[place % len(every)] for place in part] for part in consecutive(2 * group, group))
+        alone = [self._micro_batch([part]) for part in every[:2]]
+        return [[*map(self._micro_batch, (first, second, first + second))], alone]
 
     def tells_more(self, samples: Sequence[TrainerBatch]) -> bool:
         """Whether samples that may meet in a micro-batch differ far more than those of all trials with a factor."""

@@ -248,7 +248,9 @@ def test_the_peak_of_training_contains_no_probe_before_or_within_it(cuda: FakeCu
 
 
 def test_an_allocator_without_statistics_yet_has_no_peaks(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})  # what torch gives before its first use
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats_as_nested_dict", lambda device: {}
+    )  # what torch gives before its first use
     meter = CudaMeter(DEVICE)
     meter.reset()
     assert (meter.peak_bytes, meter.allocator_retries, meter.phase_peak_bytes) == (0, 0, {"": 0})

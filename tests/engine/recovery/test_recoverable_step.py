@@ -373,9 +373,19 @@ class _Prepared(torch.optim.Optimizer):
         self.optimizer = optimizer
 
 
-def test_of_an_optimizer_that_accelerate_has_prepared_torchs_own_is_used() -> None:
+class _OfLightning(torch.optim.AdamW):
+    """As Lightning's, which shares what its inner optimizer has."""
+
+    __module__ = "lightning.pytorch.core.optimizer"
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.__dict__ = {**vars(optimizer), "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("wrapper", [_Prepared, _OfLightning])
+def test_of_an_optimizer_in_a_trainers_wrapper_torchs_own_is_used(wrapper: Any) -> None:
     optimizer = torch.optim.AdamW(nn.Linear(4, 1).parameters())
-    assert optimizers_of(_Prepared(optimizer)) == [optimizer]
+    assert optimizers_of(wrapper(optimizer)) == [optimizer]
 
 
 def test_a_model_in_training_can_be_copied_and_saved_as_a_whole() -> None:

@@ -67,6 +67,26 @@ def contrastive(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(values @ values.T * 5, torch.arange(len(rows)), reduction="sum")
 
 
+def standardised(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """As advantages within a micro-step: nan for one sample."""
+    values = rows[:, 0] - rows[:, 0].mean()
+    variance = values.square().sum() / (len(rows) - 1)
+    return (model(rows).square().sum(1) * values / variance.sqrt()).sum()
+
+
+def of_equal_classes(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """As a supervised contrastive loss: nothing for two samples of two classes."""
+    values, own = F.normalize(model(rows)), torch.eye(len(rows), dtype=torch.bool)
+    classes = torch.tensor([ROWS.eq(row).all(1).nonzero().item() % 2 for row in rows])
+    alike = classes[:, None].eq(classes) & ~own
+    return -((values @ values.T).masked_fill(own, -9).log_softmax(1) * alike).sum()
+
+
+def forgetful(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    return total_loss(model, rows)
+
+
 # ---- what adds up
 
 
@@ -173,6 +193,9 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
         lambda model, rows: (model(rows).square().sum(1) * (1 + rows[:, 1] ** 2)).sum() / (1 + rows[:, 1] ** 2).sum(),
         MIXES + "the gradients of two together differ",
     ),
+    "statistics that one sample has not": (net, standardised, MIXES + "the gradients of two together differ"),
+    "pairs of a class": (net, of_equal_classes, MIXES + "the gradients of two together differ"),
+    "gradients that are dropped": (net, forgetful, "a micro-step drops the gradients of the one before"),
 }
 
 

@@ -98,6 +98,25 @@ def metered(num_samples: int, step: Callable[..., object], optimizer_of: Callabl
     return meter.phase_peak_bytes
 
 
+class Wrapped(torch.optim.Optimizer):
+    """As accelerate's: it has called no ``__init__`` of torch, and its inner optimizer does the work."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+def test_of_an_optimizer_in_a_trainers_wrapper_torchs_own_is_traced() -> None:
+    wrapped = traced(build_optimizer=lambda model: Wrapped(build_optimizer(model)))
+    assert wrapped.lengths == traced().lengths
+
+
 def selecting_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
 ) -> None:

@@ -47,8 +47,8 @@ def communicators(model: nn.Module) -> list[Communicators]:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             raise CannotRecordError(
-                f"a module is in a {type(module).__name__}; whole models in a DistributedDataParallel and modules"
-                " sharded by `fully_shard` (FSDP2) are supported"
+                f"a module within it is in a {type(module).__name__}; supported are a DistributedDataParallel itself,"
+                " beside which models without training are left out, and modules sharded by `fully_shard` (FSDP2)"
             )
         if not isinstance(module, FSDPModule):
             continue

@@ -15,6 +15,7 @@ from torchtune_adaptive.engine.optimizers import optimizers_within
 from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.text import format_bytes
 
+_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")  # its packages
 _NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # of torch, for debugging
 
 
@@ -50,20 +51,27 @@ def meter_of_run(
 
 
 def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers of an argument that is one, or several of them. Of one that accelerate has prepared, torch's own.
+    """The optimizers of an argument that is one, or several of them. Of one in a wrapper of a trainer, torch's own.
 
     Raises:
         InputError: it is something else.
     """
     several = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-    # accelerate's subclass has not called its base's `__init__`, and so has no hooks.
-    several = [one if hasattr(one, "_optimizer_step_pre_hooks") else getattr(one, "optimizer", one) for one in several]
+    several = [getattr(one, "optimizer", one) if _is_wrapper(one) else one for one in several]
     for one in several:
         if not isinstance(one, torch.optim.Optimizer):
             raise InputError(
                 f"`optimizer` must be an optimizer of torch, or several, but is {quote(optimizer)} instead."
             )
     return several
+
+
+def _is_wrapper(optimizer: Any) -> bool:
+    """Whether an optimizer is accelerate's, which has not called its base's ``__init__`` and so has no hooks, or
+    Lightning's. Neither has a state of its own.
+    """
+    is_of_lightning = any(one.__module__.partition(".")[0] in _LIGHTNING for one in type(optimizer).__mro__)
+    return is_of_lightning or not hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def computing_device(model: nn.Module) -> torch.device:

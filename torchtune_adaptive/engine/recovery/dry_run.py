@@ -300,10 +300,11 @@ def _why_not_covered(recorded: list[_Recorded], expected: tuple[list[AnyCollecti
     for one in recorded:
         num_known = len(one.collectives if is_known else _by_fsdp(one.collectives))
         if one.num_issued != num_known:
-            return (
+            why = (
                 f"a micro-step issues {one.num_issued} collectives, but only {num_known} of them gather parameters or"
                 " reduce gradients: the others, for example of tensor or context parallelism, may depend on the batch"
             )
+            return why if num_known else f"{why}. Pass a DistributedDataParallel itself, and leave its flags alone"
     if any(_by_fsdp(one.collectives) != expected[one.is_last] for one in recorded):
         return "micro-steps on different batches issue different collectives"
     return ""

@@ -47,12 +47,17 @@ class Cutter(Protocol):
         """Double a size that was halved, up to the one before. Returns whether it is whole again."""
         ...
 
-    def trial_batches(self, samples: Any, pair: tuple[int, int] | None = (0, 1)) -> Iterable[Sequence[Any]]:
+    def trial_batches(
+        self, samples: Any, pair: tuple[int, int] | None = (0, 1), *, group: int = 1
+    ) -> Iterable[Sequence[Any]]:
         """Small micro-batches for a dry run, of different shapes if possible; then others to try if memory runs out.
 
         Their number is equal on every rank. Unless ``adds_up``, the first three are those of a trial: the first sample
         of the ``pair``, the second one, and both. Without a pair, none has two samples. They may be views of
         ``samples``.
+
+        Args:
+            group: instead of each sample of the pair, so many: the first ones, and those after them.
         """
         ...
 
@@ -130,13 +135,18 @@ class Slices:
         self.size = min(2 * self.size, self.whole_size)
         return self.size == self.whole_size
 
-    def trial_batches(self, samples: Any, pair: tuple[int, int] | None = (0, 1)) -> list[list[Any]]:
+    def trial_batches(self, samples: Any, pair: tuple[int, int] | None = (0, 1), *, group: int = 1) -> list[list[Any]]:
         """Each sample of the ``pair``, then both; to try next, each. Nothing if there is no sample."""
         if not (number := num_samples(samples)):
             return []
         one, other = (index % number for index in pair or (0, 1))
         alone = [take(samples, [one]), take(samples, [other])]
-        return [alone] if pair is None else [[*alone, take(samples, [one, other])], alone]
+        if pair is None:
+            return [alone]
+        first, second = [one], [other]
+        if group > 1:
+            first, second = ([index % number for index in part] for part in consecutive(2 * group, group))
+        return [[take(samples, first), take(samples, second), take(samples, [*first, *second])], alone]
 
     def num_to_try(self, samples: Any) -> int:
         return num_samples(samples) if self.whole_size > 1 else 0

@@ -461,6 +461,9 @@ class RecoverableStep(Generic[Sums]):
             found.recovery.close()
             for place in (place for place in (0, 1) if not counts[place]):
                 pair[place], following = following, following + 1
+        if candidates > 3 and not any(found.verdict.counts):  # a loss may need several samples, as one over pairs does
+            found.recovery.close()
+            found = self._dry_run(samples, (0, 1), group=candidates // 2)
         if found.verdict.factor is not None or found.verdict.is_random or not candidates:
             self._trials_left = 0
         is_unknown = candidates and not self._trials_left and found.verdict.factor is None
@@ -475,14 +478,14 @@ class RecoverableStep(Generic[Sums]):
             raise cannot_recover("a micro-step leaves no gradient in `.grad` of any parameter")
         return found
 
-    def _dry_run(self, samples: Any, pair: tuple[int, int] | None) -> DryRun:
-        """A dry run with these two samples, if there are two. A collective.
+    def _dry_run(self, samples: Any, pair: tuple[int, int] | None, *, group: int = 1) -> DryRun:
+        """A dry run with these two samples, if there are two, or groups of samples. A collective.
 
         Raises:
             CannotCutError: samples must not be cut into micro-batches.
             ResultsError: results do not add up.
         """
-        trial_batches = list(self._cutter.trial_batches(samples, pair))
+        trial_batches = list(self._cutter.trial_batches(samples, pair, group=group))
         self._check_ranks(has_samples=bool(trial_batches))
         context = self._loop.meter or nullcontext()
         try:

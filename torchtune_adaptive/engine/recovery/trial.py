@@ -97,6 +97,7 @@ class Trial:
         self._randomness = FixedRandomness(is_constant=has_constant_noise)
         self.mixing_layer = ""
         self._sums: list[torch.Tensor] = []  # of the gradients of each micro-step
+        self._left: list[torch.Tensor] = []  # those that are there after each micro-step
         self._before: Any = 0  # those of all gradients before the next one
         self._results: list[Any] = []
 
@@ -136,6 +137,7 @@ class Trial:
         before = self._before if self._keeps_gradients else 0
         self.start_here()
         self._sums.append(self._before - before)
+        self._left.append(self._before)
         self._results.append(result)
 
     def start_here(self) -> None:
@@ -157,6 +159,8 @@ class Trial:
         eps = max(numbers[0] for numbers in found)
         norms = [math.sqrt(sum(column)) for column in list(zip(*found, strict=True))[1:]]
         verdict = _compared(_tolerance(eps, "gradients"), norms[:4], norms[4:])
+        if verdict.may_be_random and consensus.any_rank(self._drops_gradients(_tolerance(eps, "gradients"))):
+            return Verdict(reason="a micro-step drops the gradients of the one before, or sets `.grad` itself")
         if verdict.factor is None or not self._compares_results:
             return verdict
         tolerance = _tolerance(eps, "results")
@@ -175,6 +179,12 @@ class Trial:
         if self._has_earlier and self._keeps_gradients:  # it added to the gradients of all three: g0 + (g0 + g1 + g2)
             return (self._sums[0] - self._sums[1] - self._sums[2]) / 2
         return self._sums[0]
+
+    def _drops_gradients(self, tolerance: float) -> bool:
+        """Whether only the gradients of the last micro-step are left, which has both samples."""
+        one, other, both = self._left
+        is_left = (both - one - other).norm() <= tolerance * both.norm()
+        return self._keeps_gradients and not self._has_earlier and bool(is_left)
 
     def _eps(self) -> float:
         """The relative rounding error of the least precise type that micro-steps have computed in."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.loop import Loop, is_compiled
+from torchtune_adaptive.engine.memory.devices import optimizers_of
 from torchtune_adaptive.engine.memory.out_of_memory import only_new_garbage
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.engine.progress import Bar
@@ -134,7 +135,7 @@ class _FakeLoop:
         _require_optimizer_of(model, self._optimizer)
         loop = Loop(
             model=model,
-            optimizers=[self._optimizer],
+            optimizers=optimizers_of(self._optimizer),
             device=torch.device("cpu"),
             micro_step=self._run,
             consensus=Consensus([0]),
@@ -173,7 +174,7 @@ class _FakeLoop:
         batch = with_tensors(real_batch, self._mode.fake)
         self._tracer.count(_tensors_of(batch))
         enter("forward")
-        with phases_by_hooks(self._model, [self._optimizer], enter):
+        with phases_by_hooks(self._model, self._tracer.loop.optimizers, enter):
             _called("train_step", self._train_step, self._model, self._optimizer, batch, mode=self._mode)
         if "optimizer" not in phases:
             raise InputError("`train_step` did not step the optimizer that it was given.")

@@ -135,7 +135,7 @@ class MicroBatcher:
         return factor == 1
 
     def trial_batches(
-        self, samples: Sequence[Row] | StepSamples, pair: tuple[int, int] | None = None
+        self, samples: Sequence[Row] | StepSamples, pair: tuple[int, int] | None = None, *, group: int = 1
     ) -> Iterator[list[MicroBatch]]:
         """Micro-batches of the first of ``samples``, of one row and of two; to try next, of one row each.
 
@@ -143,8 +143,9 @@ class MicroBatcher:
         """
         samples = _rows_of(samples)
         if pair is not None:
-            one, other = (samples[number % len(samples)] for number in pair)
-            yield [MicroBatch([one]), MicroBatch([other]), MicroBatch([one, other])]
+            numbers = [range(group), range(group, 2 * group)] if group > 1 else [[number] for number in pair]
+            one, other = ([samples[number % len(samples)] for number in part] for part in numbers)
+            yield [MicroBatch(one), MicroBatch(other), MicroBatch([*one, *other])]
         for rows in range(min(2, self.largest.size), 0, -1):
             yield list(map(MicroBatch, self.row_format.small_batches(samples, rows)))
 
