@@ -226,7 +226,8 @@ def test_a_token_budget_of_the_config_is_checked_against_samples_that_may_be_lon
 @pytest.mark.parametrize(("budget", "is_checked"), [(15, True), (16, False)])
 def test_a_token_budget_of_pairs_is_checked_unless_both_sequences_fit(budget: int, is_checked: bool) -> None:
     pairs = PreferenceRows()
-    dataset: Any = [{"chosen_input_ids": [1] * 8, "rejected_input_ids": [2] * 3}]
+    row = {"chosen_input_ids": [1] * 8, "rejected_input_ids": [2] * 3}
+    dataset: Any = [row | {"chosen_labels": [1] * 8, "rejected_labels": [2] * 3}]
     loader = step_loader(dataset, batch_size=1)
     with pytest.raises(InputError, match="at least 16, the tokens of sample 0") if is_checked else nullcontext():
         Device().find(loader, row_format=pairs, max_tokens_per_micro_batch=budget, tokenizer_max_seq_len=8)

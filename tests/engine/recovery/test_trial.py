@@ -158,7 +158,9 @@ def test_the_first_two_samples_that_count_are_compared() -> None:
 
 
 @pytest.mark.parametrize("first", [ROWS, ROWS[:1]], ids=["no loss", "one sample"])
-def test_a_step_in_which_no_two_samples_count_leaves_the_trial_to_the_next_step(first: torch.Tensor) -> None:
+def test_a_step_in_which_no_two_samples_count_leaves_the_trial_to_the_next_step(
+    first: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
     is_on = len(first) == 1
 
     def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
@@ -167,6 +169,7 @@ def test_a_step_in_which_no_two_samples_count_leaves_the_trial_to_the_next_step(
     step = step_of(net(), loss)
     step(first)
     assert step.recovers
+    assert ("It is not known whether samples may be cut" in caplog.text) is (len(first) > 1)  # as they are cut
     step._loop.model.zero_grad()
     is_on = True
     with pytest.raises(CannotCutError, match="the loss is a mean"):
@@ -193,7 +196,7 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
         lambda model, rows: (model(rows).square().sum(1) * (1 + rows[:, 1] ** 2)).sum() / (1 + rows[:, 1] ** 2).sum(),
         MIXES + "the gradients of two together differ",
     ),
-    "statistics that one sample has not": (net, standardised, MIXES + "the gradients of two together differ"),
+    "statistics that one sample has not": (net, standardised, MIXES + "two have gradients together, and none that"),
     "pairs of a class": (net, of_equal_classes, MIXES + "the gradients of two together differ"),
     "gradients that are dropped": (net, forgetful, "a micro-step drops the gradients of the one before"),
 }

@@ -198,7 +198,7 @@ def _run(
 
     def run_and_record() -> None:
         for is_last, micro_step in itertools.product((False, True) if ledger.reduces_once else (True,), micro_steps):
-            if not keeps_gradients:
+            if not keeps_gradients or (trial is not None and not trial.is_finite):
                 reset_after_failure(model)
             drop_forward_passes(states)
             ledger.counts = IssuedCounts(groups_of(one for before in recorded for one in before.collectives))

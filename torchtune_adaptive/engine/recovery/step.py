@@ -152,6 +152,7 @@ class RecoverableStep(Generic[Sums]):
         self._is_trained: dict[nn.Parameter, bool] = {}  # as in the dry run
         self._batch_norms: list[tuple[nn.Module, bool]] = []  # and whether each was in training mode
         self._trials_left = 0 if self._cutter.adds_up else _MOST_TRIALS
+        self._has_warned = False  # that it is not known whether samples may be cut
         self._gives_copies = False  # whether micro-steps change their batches in place
         self._must_stay_whole = ""  # why samples must not be cut
         self._events: list[MemoryEvent] = []
@@ -466,17 +467,27 @@ class RecoverableStep(Generic[Sums]):
             found = self._dry_run(samples, (0, 1), group=candidates // 2)
         if found.verdict.factor is not None or found.verdict.is_random or not candidates:
             self._trials_left = 0
-        is_unknown = candidates and not self._trials_left and found.verdict.factor is None
-        if is_unknown and self._loop.consensus.rank == 0:
-            is_random = found.verdict.is_random
-            log.warning(
-                "It is not known whether samples may be cut into micro-batches, because %s: the loss must be a sum.",
-                "a micro-step draws random numbers that cannot be fixed" if is_random else "two could not be compared",
-            )
+        if candidates and found.verdict.factor is None:
+            self._warn_of_unknown(samples, is_random=found.verdict.is_random)
         if candidates and not found.used:
             found.recovery.close()
             raise cannot_recover("a micro-step leaves no gradient in `.grad` of any parameter")
         return found
+
+    def _warn_of_unknown(self, samples: Any, *, is_random: bool) -> None:
+        """Warn once that no trial has shown yet whether samples may be cut, if they are or no trial follows.
+
+        A collective.
+        """
+        has_effect = self._loop.consensus.any_rank(not self._cutter.is_whole(samples)) or not self._trials_left
+        if not has_effect or self._has_warned:
+            return
+        self._has_warned = True
+        if self._loop.consensus.rank == 0:
+            log.warning(
+                "It is not known whether samples may be cut into micro-batches, because %s: the loss must be a sum.",
+                "a micro-step draws random numbers that cannot be fixed" if is_random else "two could not be compared",
+            )
 
     def _dry_run(self, samples: Any, pair: tuple[int, int] | None, *, group: int = 1) -> DryRun:
         """A dry run with these two samples, if there are two, or groups of samples. A collective.

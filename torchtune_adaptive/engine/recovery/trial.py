@@ -134,11 +134,16 @@ class Trial:
 
     def note(self, result: Any) -> None:
         """Note what a micro-step has added to the gradients, and its result."""
-        before = self._before if self._keeps_gradients else 0
+        before = self._before if self._keeps_gradients and self.is_finite else 0
         self.start_here()
         self._sums.append(self._before - before)
         self._left.append(self._before)
         self._results.append(result)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all gradients so far are finite, so that those of further micro-steps can be told from them."""
+        return all(bool(one.isfinite().all()) for one in self._sums)
 
     def start_here(self) -> None:
         """Leave out what has been added to the gradients since the last micro-step."""
@@ -221,6 +226,8 @@ def _compared(tolerance: float, norms: Sequence[float], distances: Sequence[floa
     finite = [norm for norm in (one, other) if math.isfinite(norm)]
     if len(finite) == 2 and (not math.isfinite(both) or 0 < both >= max(finite) / tolerance):
         return Verdict(reason=f"{_MIXES}: two have other gradients together than each alone")
+    if not finite and 0 < both < math.inf:  # such as a standard deviation, which one sample has not
+        return Verdict(reason=f"{_MIXES}: two have gradients together, and none that are finite alone")
     smallest = tolerance * max(finite, default=0.0)
     counts = math.isfinite(one) and one > smallest, math.isfinite(other) and other > smallest
     if not all(counts):
