@@ -163,7 +163,7 @@ class TrainerBatches(Slices):
         return [[*alone, self._micro_batch([first, second])], alone]
 
     def _trial_of_groups(self, samples: Sequence[TrainerBatch], group: int) -> list[list[TrainerBatch]]:
-        """The first samples of a group of batches that may meet, those after them, and both; to try next, two alone."""
+        """The first samples of batches that may be joined, the next ones, and both; to try next, two samples alone."""
         self._last = _Shown({}, pads=False, wanted={})
         every = [(one, [row]) for one in self._groups(samples)[0] for row in range(self.num_samples(one.inputs))]
         first, second = ([every[place % len(every)] for place in part] for part in consecutive(2 * group, group))

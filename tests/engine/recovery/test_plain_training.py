@@ -265,7 +265,7 @@ def _what_cannot_work_is_refused_by_name(rank: int) -> None:
         of_ddp("another DistributedDataParallel or FSDP2 in it"): (Variant(), nested),
         of_ddp("its own mixed precision"): (Variant(options={"mixed_precision": half}), lambda _: None),
         of_ddp("a static graph"): (Variant(options={"static_graph": True}), lambda _: None),
-        "a module within it is in a DistributedDataParallel; supported are": (Variant(), inside),
+        "a module within it is in a DistributedDataParallel: pass that module itself as `model`": (Variant(), inside),
         "a micro-step ends after `set_is_last_backward(False)`": (SHARDED, never_last),
     }
     for sentence, (variant, change) in cases.items():

@@ -46,10 +46,10 @@ def communicators(model: nn.Module) -> list[Communicators]:
     found = []
     for module in model.modules():
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
-            raise CannotRecordError(
-                f"a module within it is in a {type(module).__name__}; supported are a DistributedDataParallel itself,"
-                " beside which models without training are left out, and modules sharded by `fully_shard` (FSDP2)"
-            )
+            way = "shard its modules by `fully_shard` (FSDP2) instead"
+            if isinstance(module, DistributedDataParallel):
+                way = "pass that module itself as `model`, without models that are not trained"
+            raise CannotRecordError(f"a module within it is in a {type(module).__name__}: {way}")
         if not isinstance(module, FSDPModule):
             continue
         groups = list(param_groups([module._get_fsdp_state()]))

@@ -304,7 +304,8 @@ def _why_not_covered(recorded: list[_Recorded], expected: tuple[list[AnyCollecti
                 f"a micro-step issues {one.num_issued} collectives, but only {num_known} of them gather parameters or"
                 " reduce gradients: the others, for example of tensor or context parallelism, may depend on the batch"
             )
-            return why if num_known else f"{why}. Pass a DistributedDataParallel itself, and leave its flags alone"
+            of_ddp = "If there is a DistributedDataParallel, pass that itself as `model`, and set none of its flags"
+            return why if num_known else f"{why}. {of_ddp}"
     if any(_by_fsdp(one.collectives) != expected[one.is_last] for one in recorded):
         return "micro-steps on different batches issue different collectives"
     return ""

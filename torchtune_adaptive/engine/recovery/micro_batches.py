@@ -57,7 +57,7 @@ class Cutter(Protocol):
         ``samples``.
 
         Args:
-            group: instead of each sample of the pair, so many: the first ones, and those after them.
+            group: if above 1, two groups of so many samples take the place of the pair: the first ones, and the next.
         """
         ...
 

@@ -475,7 +475,7 @@ class RecoverableStep(Generic[Sums]):
         return found
 
     def _warn_of_unknown(self, samples: Any, *, is_random: bool) -> None:
-        """Warn once that no trial has shown yet whether samples may be cut, if they are or no trial follows.
+        """Warn once that no trial has shown whether samples may be cut: if they are cut now, or no trial follows.
 
         A collective.
         """
