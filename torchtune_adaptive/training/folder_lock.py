@@ -2,12 +2,12 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import socket
 import weakref
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from torchtune import utils
 
 from torchtune_adaptive.errors import CheckpointError, InputError, reason_of
@@ -16,10 +16,41 @@ log = utils.get_logger("DEBUG")
 
 LOCK_NAME = "adaptive.lock"
 _RUN = "run "
+# Of a file system that has no locks: NFS without its lock daemon, others, Lustre mounted without the option `flock`.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class FolderReplacedError(CheckpointError):
     """The folder at a path is no longer the one that this run has locked. The run ends, and writes nothing there."""
+
+
+class _OpenFile:
+    """An open file, which is closed, and no longer locked, with the last object that has it, and in forked processes.
+
+    While it is open no other file gets its number.
+    """
+
+    _all: "weakref.WeakValueDictionary[tuple[int, int], _OpenFile]" = weakref.WeakValueDictionary()  # of this process
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def at(cls, path: Path) -> "_OpenFile":
+        """The file at ``path``, which is made if it is not there; one that is open already is shared."""
+        opened = cls(os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
+        there = os.fstat(opened.descriptor)
+        return cls._all.setdefault((there.st_dev, there.st_ino), opened)
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Close what this process has open: a forked one must not keep the lock of the run that it outlives."""
+        for opened in [*cls._all.values()]:
+            opened._close()
+
+
+os.register_at_fork(after_in_child=_OpenFile.close_all)
 
 
 class FolderLock:
@@ -39,19 +70,20 @@ class FolderLock:
         self._file = path.resolve() / LOCK_NAME
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(self._file, timeout=0, is_singleton=True)  # one lock for all that this process opens
-            self._lock.acquire()
-        except Timeout as error:
+            self._open = _OpenFile.at(self._file)
+        except OSError as error:
+            raise InputError(f"`output_dir` cannot be written: {reason_of(error)}.") from error
+        try:
+            fcntl.flock(self._open.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nothing new if this process has it
+        except (BlockingIOError, PermissionError) as error:
             owner = (self._lines() or [""])[0] or "another process"
             raise InputError(f"`output_dir` is in use: {owner} writes to {str(path)!r}.") from error
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+            if error.errno not in _NO_LOCKS:
                 raise InputError(f"`output_dir` cannot be written: {reason_of(error)}.") from error
             log.warning(f"{path} cannot be locked, so that another run could write to it: {reason_of(error)}.")
         self.last_run = next((line.removeprefix(_RUN) for line in self._lines() if line.startswith(_RUN)), "")
         self.claim(self.last_run)
-        self._descriptor = os.open(self._file, os.O_RDONLY | os.O_CREAT)  # open, so that no other file gets its number
-        weakref.finalize(self, os.close, self._descriptor)
 
     def claim(self, run_id: str) -> None:
         """Note that from now on the run ``run_id`` writes here."""
@@ -67,7 +99,7 @@ class FolderLock:
             OSError: there is no folder, as when its disk is not mounted.
         """
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self._file), os.fstat(self._descriptor)):
+            if os.path.samestat(os.stat(self._file), os.fstat(self._open.descriptor)):
                 return
         if not self._path.is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))

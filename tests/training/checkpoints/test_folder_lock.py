@@ -1,6 +1,7 @@
 """One process at a time owns a folder, and releases it however it ends."""
 
 import errno
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -14,7 +15,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pytest
 from omegaconf import OmegaConf
 
@@ -114,18 +114,22 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     assert re.fullmatch(r"`output_dir` cannot be written: NotADirectoryError: .*\.", str(refused.value))
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
 def test_a_folder_on_which_nothing_can_be_locked_is_used_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+    def refuse(*_: object) -> None:
+        raise OSError(number, "No locks")
 
-    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
-    assert locked(tmp_path / "new" / "run").path.is_dir()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    folder = locked(tmp_path / "new" / "run")
+    folder.check()
     assert caplog.messages == [
-        f"{tmp_path}/new/run cannot be locked, so that another run could write to it: "
-        f"OSError: [Errno {errno.ENOLCK}] No locks available."
+        f"{tmp_path}/new/run cannot be locked, so that another run could write to it: OSError: [Errno {number}] No locks."
     ]
+    del folder
+    gc.collect()
+    assert (tmp_path / "new" / "run" / LOCK_NAME).exists()  # it names the latest run
 
 
 # ---- the folder itself
