@@ -25,7 +25,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.recipe_runs import same_bits
 from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.errors import CheckpointError, InputError
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.checkpoints.digests import first_change
 from torchtune_adaptive.training.checkpoints.folder import (
@@ -270,6 +270,20 @@ def test_a_checkpoint_that_cannot_be_written_is_logged_and_earlier_ones_are_kept
         assert run.names()[-1] == "step_3"
         assert not list(run.folder.path.glob("unfinished_*"))
         caplog.clear()
+
+
+@pytest.mark.usefixtures("little_room")
+def test_nothing_says_that_training_continues_where_a_signal_ends_it_without_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, every_steps=10)
+    run.optimizer.state[next(run.model.parameters())]["moments"] = [1]
+    with pytest.raises(CheckpointError, match="ended the run after step 5, but saving a checkpoint failed"):
+        run.steps.after_steps(5, stop=True, state=lambda: replace(STATE, global_step=5))
+    assert said(caplog) == [
+        "Checkpoint step_5 could not be saved: the optimizer's moments is a list, neither a plain tensor nor a number"
+        f" (3.0 MiB free in {tmp_path}). Earlier checkpoints are kept."
+    ]
 
 
 @pytest.mark.usefixtures("little_room")

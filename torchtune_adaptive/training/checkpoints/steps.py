@@ -103,7 +103,7 @@ class StepCheckpoints:
         """Save the current tensors with ``state``. Returns whether that succeeded. A collective.
 
         In the background, without ``at_once``, it returns True, and logs the outcome later. If a checkpoint cannot be
-        written, earlier ones are kept.
+        written, earlier ones are kept. After ``at_once`` the run ends.
 
         Raises:
             FolderReplacedError: another run may write to the folder.
@@ -123,7 +123,7 @@ class StepCheckpoints:
                 return True
             save(self._tensors.tensors(), **options)
         except (CheckpointException, CheckpointError) as error:
-            self._give_up(name, error)
+            self._give_up(name, error, ends=at_once)
             return False
         self._say_saved(name)
         return True
@@ -218,8 +218,12 @@ class StepCheckpoints:
             except OSError as error:
                 log.warning(f"Some older checkpoints could not be removed: {reason_of(error)}.")
 
-    def _give_up(self, name: str, error: BaseException) -> None:
-        """Log ``error``, and remove what is written. Called on all ranks; only FolderReplacedError is raised again."""
+    def _give_up(self, name: str, error: BaseException, *, ends: bool = False) -> None:
+        """Log ``error``, and remove what is written. Called on all ranks; only FolderReplacedError is raised again.
+
+        Args:
+            ends: whether the run ends now.
+        """
         first = _first(error)
         if isinstance(first, FolderReplacedError):
             raise FolderReplacedError(str(first)) from error
@@ -227,9 +231,9 @@ class StepCheckpoints:
             space = self._folder.describe_space(first)
             self._folder.discard(name)
             again = " and saves again at the next checkpoint" if self._every_steps else ""
+            goes_on = "" if ends else f"; training continues{again}"
             log.warning(
-                f"Checkpoint {name} could not be saved: {reason_of(first)}{space}."
-                f" Earlier checkpoints are kept; training continues{again}."
+                f"Checkpoint {name} could not be saved: {reason_of(first)}{space}. Earlier checkpoints are kept{goes_on}."
             )
 
     def _say_saved(self, name: str) -> None:
