@@ -271,6 +271,25 @@ def test_files_that_a_user_adds_outlive_their_checkpoint(folder: CheckpointFolde
     assert contents(folder.path / "step_1") == {**FILES, "mine/scores.txt": "step_1"}
 
 
+def test_of_a_checkpoint_that_a_user_has_moved_and_linked_only_the_link_is_removed(
+    folder: CheckpointFolder, tmp_path: Path
+) -> None:
+    for name in ("step_1", "step_2", "step_3"):
+        save(folder, name)
+    for name in ("step_1", "step_2"):
+        (folder.path / name).rename(tmp_path / f"kept_{name}")
+        (folder.path / name).symlink_to(tmp_path / f"kept_{name}")
+    before = [contents(tmp_path / f"kept_{name}") for name in ("step_1", "step_2")]
+    save(folder, "step_2")
+    folder.prune(1)
+    assert [one.name for one in folder.path.iterdir()] == ["step_2"]
+    assert [contents(tmp_path / f"kept_{name}") for name in ("step_1", "step_2")] == before
+    shutil.rmtree(tmp_path / "kept_step_1")
+    (folder.path / "step_1").symlink_to(tmp_path / "kept_step_1")  # which is no longer there
+    save(folder, "step_1")
+    assert names(folder) == ["step_2", "step_1"]
+
+
 def test_what_another_run_has_written_is_not_removed(folder: CheckpointFolder) -> None:
     for name in ("step_1", "epoch_0"):
         save(folder, name, state=replace(STATE, run=RunIdentity("other", "full_finetune")))

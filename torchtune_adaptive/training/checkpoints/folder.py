@@ -10,6 +10,7 @@ import errno
 import hashlib
 import io
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -143,7 +144,7 @@ class CheckpointFolder:
         is_of_step = name.startswith("step_")
         write_state(unfinished, state, serial=self._serial, is_of_step=is_of_step, digests=digests or {})
         self.check()  # writing has taken a while
-        replaced = self._set_aside(path, _REPLACED) if path.exists() else None
+        replaced = self._set_aside(path, _REPLACED) if os.path.lexists(path) else None
         unfinished.rename(path)
         sync(self.path)
         if replaced is not None:
@@ -349,9 +350,12 @@ def _digest_of(content: Mapping[str, Any]) -> str:
 def _clear(aside: Path, *, keeps_in: Path) -> None:
     """Remove the checkpoint in ``aside``. Files there that it does not list are the user's, and move to ``keeps_in``.
 
-    One that cannot be removed or moved stays.
+    One that cannot be removed or moved stays. Of a link, only the link is removed.
     """
     with contextlib.suppress(OSError):
+        if aside.is_symlink():
+            aside.unlink()
+            return
         try:
             own = {*read_state(aside)[0].digests, STATE_NAME}
         except InputError:
