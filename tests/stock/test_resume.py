@@ -379,6 +379,22 @@ def test_a_checkpoint_is_what_its_content_says_under_any_name_and_in_any_folder(
             assert found.is_of_step or found.recipe_state == path / RECIPE_STATE_NAME
 
 
+def test_a_run_from_another_folder_is_refused_where_it_would_lose_another_runs_checkpoints_of_steps(
+    run: Run, tmp_path: Path
+) -> None:
+    path, elsewhere = run.save("step_5", epochs_run=0), Run(tmp_path / "elsewhere")
+    elsewhere.save("epoch_0", epochs_run=1, run=RunIdentity("other", STATE.run.method))
+    elsewhere.save("step_3", epochs_run=1)  # of the same run
+    assert elsewhere.find(str(path)).path == path
+    lost = elsewhere.save("step_4", epochs_run=1, run=RunIdentity("other", STATE.run.method))
+    assert elsewhere.refusal(str(path)) == (
+        f"The run of `resume_from_checkpoint` {str(path)!r} would overwrite {str(lost)!r}, which is of another run: set"
+        " `output_dir` to a new folder."
+    )
+    for name in ("step_3", "step_4"):
+        assert elsewhere.find(str(elsewhere.folder.path / name)).path.name == name
+
+
 def test_torchtunes_checkpoint_may_be_named_by_its_path(run: Run, tmp_path: Path) -> None:
     save_by_stock(tmp_path / "stock", epochs_run=2)
     path = tmp_path / "stock" / "epoch_1"

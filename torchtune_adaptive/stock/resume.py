@@ -94,7 +94,9 @@ def find_checkpoint(
         folder.discard_unfinished()
         found = folder.checkpoints()  # always, because serial numbers continue from theirs
         if by_path:
-            return _checkpoint_at(wanted)
+            checkpoint = _checkpoint_at(wanted)
+            _check_no_steps_of_others(folder, found, checkpoint)
+            return checkpoint
         if not wanted:
             return _check_no_steps(folder, wanted)
         stock = stock_checkpoint(folder.path, in_background=cfg.get("enable_async_checkpointing", False))
@@ -155,6 +157,16 @@ def _check_no_steps(folder: CheckpointFolder, wanted: object) -> None:
         raise InputError(
             f"With `resume_from_checkpoint: {wanted}` a new run would overwrite {str(steps[-1])!r}: set it to True or"
             " auto, or `output_dir` to a new folder."
+        )
+
+
+def _check_no_steps_of_others(folder: CheckpointFolder, found: Sequence[Checkpoint], checkpoint: Checkpoint) -> None:
+    """Refuse a run that comes from another folder where it would replace checkpoints of steps of another run."""
+    others = [one.path for one in found if one.is_of_step and one.run_id != checkpoint.run_id]
+    if others and checkpoint.path.resolve().parent != folder.path.resolve():
+        raise InputError(
+            f"The run of `resume_from_checkpoint` {str(checkpoint.path)!r} would overwrite {str(others[-1])!r}, which is"
+            " of another run: set `output_dir` to a new folder."
         )
 
 
