@@ -398,9 +398,9 @@ def _note_batch_size(trainer: Trainer, parts: RecipeParts, settings: AdaptiveSet
     samples, in_config = loader.samples_per_step, _samples_in_config(parts, loader)
     chooses = settings.use_maximum_batch_size and not loader.is_global and parts.resumed is None
     if not chooses or samples == in_config:
-        trainer.note_batch_size(reason, epoch=parts.epochs.start)
+        trainer.note_batch_size(reason)
         return
-    trainer.note_batch_size(reason, epoch=parts.epochs.start, samples_per_step_in_config=in_config)
+    trainer.note_batch_size(reason, samples_per_step_in_config=in_config)
     text = f"An optimizer step has {samples} samples, but had {in_config} in the config"
     if not parts.step.policy.accumulates:  # with `optimizer_in_bwd`, which allows neither of the keys
         text += ", for which its learning rate was chosen"

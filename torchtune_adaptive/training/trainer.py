@@ -94,12 +94,11 @@ class Trainer:
         if changes := self.saver.load(saved):
             self.note(f"resumed with changes: {'; '.join(changes)}")
 
-    def note_batch_size(self, reason: str, *, epoch: int, **figures: int) -> None:
+    def note_batch_size(self, reason: str, **figures: int) -> None:
         """Log the batch size with its arithmetic and the reason; with ``figures`` also in the run's log."""
         size, loader = self.loader.batch_size, self.loader
         utils.log_rank_zero(log, f"{loader.key} {size} ({reason}): {loader.describe(size)}{self._describe_cut()}")
-        samples, step = loader.samples_per_step, self.global_step + 1
-        self.run_log.note(reason, step=step, epoch=epoch, batch_size=size, samples_per_step=samples, **figures)
+        self.note(reason, is_logged=False, samples_per_step=loader.samples_per_step, **figures)
 
     def note(self, reason: str, *, is_logged: bool = True, **figures: int) -> None:
         """Log ``reason``, and add it to the run's log with ``figures``."""
@@ -121,7 +120,7 @@ class Trainer:
             self.rate.change(epoch=epoch, step=self.global_step, steps_per_epoch=self.loader.steps_per_epoch)
             if scaled := self.rate.scale(self.loader.samples_per_step):
                 utils.log_rank_zero(log, scaled)
-            self.note_batch_size(growth.reason, epoch=epoch)
+            self.note_batch_size(growth.reason)
 
     def _train_epoch(self, epoch: int) -> None:
         done = self.loader.steps_done
