@@ -4,16 +4,18 @@ Without changes it equals the scheduler's own rate, bit for bit. If the batch sc
 its place on the schedule times the scale of its batch.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, StepLR
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.settings import LearningRateScaling
@@ -154,6 +156,25 @@ def test_without_a_scheduler_the_rate_is_constant() -> None:
 # ---- schedulers that do not follow
 
 
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+@pytest.mark.parametrize("step", [0, 7, 10, 25])
+@pytest.mark.parametrize("kind", [partial(StepLR, step_size=STEPS, gamma=0.5), partial(ExponentialLR, gamma=0.9)])
+def test_a_scheduler_that_goes_from_step_to_step_has_the_rates_of_an_uninterrupted_run_when_resumed(
+    kind: Any, step: int, tensors: bool
+) -> None:
+    def build(optimizer: torch.optim.Optimizer) -> BuildScheduler:
+        return lambda steps, last: kind(optimizer, last_epoch=last)
+
+    whole = Run(build=build, tensors=tensors)
+    whole.take(step)
+    saved = [{key: group[key] for key in ("lr", "initial_lr")} for group in whole.optimizer.param_groups]
+    resumed = Run(build=build, tensors=tensors)
+    for group, options in zip(resumed.optimizer.param_groups, saved, strict=True):
+        group.update(copy.deepcopy(options))
+    resumed.begin(epoch=step // STEPS, step=step, epoch_steps=step % STEPS, grows=False)
+    assert resumed.first(40 - step) == whole.first(40 - step)
+
+
 @pytest.mark.parametrize(
     ("rule", "options"),
     [("none", {"grows": True}), ("sqrt", {"grows": False}), ("none", {"grows": False, "steps_per_epoch": 5})],
@@ -166,8 +187,8 @@ def test_a_scheduler_that_cannot_be_asked_between_its_steps_is_refused(
     with pytest.raises(InputError) as refused:
         run.begin(**options)
     assert str(refused.value) == (
-        "A batch that grows, or a learning rate that scales with it, needs an `lr_scheduler` that creates a"
-        " torch.optim.lr_scheduler.LambdaLR, not a StepLR."
+        "A batch that grows, a learning rate that scales with it, or a resumed run with other steps per epoch needs an"
+        " `lr_scheduler` that creates a torch.optim.lr_scheduler.LambdaLR, not a StepLR."
     )
 
 

@@ -11,6 +11,7 @@ step. Warm-up and decay keep their fractions of the training, and the rate does 
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -98,7 +99,13 @@ class LearningRate:
                 # A copy, because a tensor is changed in place.
                 group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))
             done = epoch * self.schedule_steps + epoch_steps
-            self.scheduler = self.build(self.total_epochs * self.schedule_steps, done - 1)
+            # Other schedulers than torchtune's compute a rate from that of the step before.
+            replayed = 0 if isinstance(self.scheduler, LambdaLR) else done
+            self.scheduler = self.build(self.total_epochs * self.schedule_steps, done - replayed - 1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that the optimizer has not stepped
+                for _ in range(replayed):
+                    self.scheduler.step()
             if follows:  # it counts the run's optimizer steps, each of which is mapped to the schedule
                 self.scheduler.lr_lambdas = [self._on_schedule(rate) for rate in self.scheduler.lr_lambdas]
                 self.scheduler.last_epoch = step
@@ -181,6 +188,6 @@ def check_follows(scheduler: Any) -> None:
     """
     if scheduler is not None and not isinstance(scheduler, LambdaLR):
         raise InputError(
-            "A batch that grows, or a learning rate that scales with it, needs an `lr_scheduler` that creates a"
-            f" torch.optim.lr_scheduler.LambdaLR, not a {type(scheduler).__name__}."
+            "A batch that grows, a learning rate that scales with it, or a resumed run with other steps per epoch needs an"
+            f" `lr_scheduler` that creates a torch.optim.lr_scheduler.LambdaLR, not a {type(scheduler).__name__}."
         )
