@@ -135,6 +135,22 @@ def test_without_hard_links_the_recipes_state_is_copied(recipe: Recipe) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_without_hard_links_a_copy_that_does_not_fit_leaves_no_partial_file(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy_half(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:100])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    recipe.save(0)
+    monkeypatch.setattr(shutil, "copyfile", copy_half)
+    with FullDisk(os, "link", stays_full=True):
+        recipe.save(1)
+    path = recipe.path / "recipe_state" / "recipe_state.pt"
+    assert list(path.parent.iterdir()) == [path]
+    assert torch.load(path)[training.EPOCHS_KEY] == 1
+
+
 def test_a_checkpointer_that_is_not_torchtunes_saves_unchanged(tmp_path: Path) -> None:
     saved: list[tuple[Any, ...]] = []
 

@@ -149,7 +149,10 @@ def _link(source: Path, target: Path) -> None:
     unfinished = target.with_name(f"{target.name}.tmp")
     unfinished.unlink(missing_ok=True)
     try:
-        os.link(source, unfinished)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, unfinished)
-    os.replace(unfinished, target)
+        try:
+            os.link(source, unfinished)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(source, unfinished)
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)
