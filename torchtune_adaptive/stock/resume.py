@@ -165,8 +165,8 @@ def _check_no_steps_of_others(folder: CheckpointFolder, found: Sequence[Checkpoi
     others = [one.path for one in found if one.is_of_step and one.run_id != checkpoint.run_id]
     if others and checkpoint.path.resolve().parent != folder.path.resolve():
         raise InputError(
-            f"The run of `resume_from_checkpoint` {str(checkpoint.path)!r} would overwrite {str(others[-1])!r}, which is"
-            " of another run: set `output_dir` to a new folder."
+            f"The run of `resume_from_checkpoint` {str(checkpoint.path)!r} would overwrite {str(others[-1])!r}, which"
+            " is of another run: set `output_dir` to a new folder."
         )
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import weakref
 from pathlib import Path
+from typing import ClassVar
 
 from torchtune import utils
 
@@ -30,7 +31,7 @@ class _OpenFile:
     While it is open no other file gets its number.
     """
 
-    _all: "weakref.WeakValueDictionary[tuple[int, int], _OpenFile]" = weakref.WeakValueDictionary()  # of this process
+    _all: ClassVar = weakref.WeakValueDictionary[tuple[int, int], "_OpenFile"]()  # of this process
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

@@ -188,6 +188,6 @@ def check_follows(scheduler: Any) -> None:
     """
     if scheduler is not None and not isinstance(scheduler, LambdaLR):
         raise InputError(
-            "A batch that grows, a learning rate that scales with it, or a resumed run with other steps per epoch needs an"
-            f" `lr_scheduler` that creates a torch.optim.lr_scheduler.LambdaLR, not a {type(scheduler).__name__}."
+            "A batch that grows, a learning rate that scales with it, or a resumed run with other steps per epoch needs"
+            f" an `lr_scheduler` that creates a torch.optim.lr_scheduler.LambdaLR, not a {type(scheduler).__name__}."
         )

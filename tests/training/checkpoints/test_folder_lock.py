@@ -125,7 +125,8 @@ def test_a_folder_on_which_nothing_can_be_locked_is_used_with_a_warning(
     folder = locked(tmp_path / "new" / "run")
     folder.check()
     assert caplog.messages == [
-        f"{tmp_path}/new/run cannot be locked, so that another run could write to it: OSError: [Errno {number}] No locks."
+        f"{tmp_path}/new/run cannot be locked, so that another run could write to it: OSError: [Errno {number}] No"
+        " locks."
     ]
     del folder
     gc.collect()

@@ -233,7 +233,8 @@ class StepCheckpoints:
             again = " and saves again at the next checkpoint" if self._every_steps else ""
             goes_on = "" if ends else f"; training continues{again}"
             log.warning(
-                f"Checkpoint {name} could not be saved: {reason_of(first)}{space}. Earlier checkpoints are kept{goes_on}."
+                f"Checkpoint {name} could not be saved: {reason_of(first)}{space}."
+                f" Earlier checkpoints are kept{goes_on}."
             )
 
     def _say_saved(self, name: str) -> None:
