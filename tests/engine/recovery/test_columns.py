@@ -83,3 +83,15 @@ def test_a_nan_is_no_change() -> None:
 def test_a_mapping_that_cannot_be_changed_is_refused() -> None:
     with pytest.raises(InputError, match="must be a mapping that can be changed"):
         map_columns(MappingProxyType({"ids": [1, 2]}), lambda column: column[:1], lengths={2})
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.eye(2).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)],
+    ids=["sparse", "nested"],
+)
+def test_a_tensor_that_torch_cannot_compare_is_seen_to_change_by_its_version(tensor: torch.Tensor) -> None:
+    given = copied({"rows": tensor})
+    assert not was_changed(given, {"rows": tensor})
+    given["rows"].mul_(2)
+    assert was_changed(given, {"rows": tensor})

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.allocator import rises_by_events
@@ -446,6 +447,82 @@ def test_buffers_that_are_replaced_or_change_only_later_are_those_of_a_run_witho
         buffers.append([*model.buffers()])
     assert buffers[0][1] == 3
     assert same_bits(*buffers)
+
+
+class _Odd(nn.Module):
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("odd", buffer)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(rows)
+
+
+@torch.inference_mode()
+def _inference_tensor() -> torch.Tensor:
+    return torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "make_buffer",
+    [
+        lambda: torch.ones(1).expand(4),
+        lambda: torch.eye(4).to_sparse(),
+        lambda: torch.ones(4, device="meta"),
+        _inference_tensor,
+    ],
+    ids=["expanded", "sparse", "meta", "inference"],
+)
+def test_buffers_that_no_step_can_write_to_do_no_harm(make_buffer: Callable[[], torch.Tensor]) -> None:
+    model, events = _Odd(make_buffer()), []
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step(rows: torch.Tensor) -> None:
+        model(rows).sum().backward()
+        optimizer.step()
+
+    train_step(SAMPLES)
+    find_max_batch_size(
+        train_step, lambda n: torch.ones(n, 4), model=model, optimizer=optimizer, memory_limit="1MiB", max_batch_size=4
+    )
+    assert optimizer.state[model.layer.weight]["step"] == 1
+    step = RecoverableStep(
+        model, lambda rows: model(rows).sum().backward(), micro_batch_size=4, optimizer=optimizer, on_event=events.append
+    )
+    wrap_micro_steps(step, lambda number, run: (run(), number == 0 and out_of_memory()))
+    step(SAMPLES)
+    assert len(events) == 1
+
+
+def test_a_module_that_is_added_in_training_is_restored_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    step = RecoverableStep(
+        model, lambda rows: model(rows).sum().backward(), micro_batch_size=4, on_event=lambda event: None
+    )
+    step(SAMPLES[:4])
+    model.zero_grad()
+    added = _Averaging()
+    model.append(added)
+    wrap_micro_steps(step, lambda number, run: (run(), number == 0 and out_of_memory()))
+    step(SAMPLES[:4])
+    assert step.retries == 1
+    assert added.count == 2
+
+
+def test_an_operator_of_higher_order_can_be_tried() -> None:
+    model = nn.Linear(4, 4)
+
+    def micro_step(rows: torch.Tensor) -> None:
+        hidden = model(rows)
+        with torch.no_grad():  # on a CPU flex attention has no backward pass
+            heads = hidden.detach()[:, None, None].expand(-1, 1, 16, -1)
+            flex_attention(heads, heads, heads)
+        hidden.sum().backward()
+
+    step = RecoverableStep(model, micro_step, micro_batch_size=4)
+    step(SAMPLES)
+    assert step.recovers
 
 
 def test_a_step_that_fits_nowhere_ends_with_one_sentence_and_leaves_nothing_behind() -> None:

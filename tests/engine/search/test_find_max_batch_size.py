@@ -1,6 +1,7 @@
 """The public function on plain PyTorch loops finds what exhaustive search finds on all ranks and restores all state."""
 
 import gc
+import itertools
 import random
 from collections import UserDict
 from collections.abc import Callable
@@ -220,6 +221,13 @@ def test_batches_that_never_change_are_refused_by_one_sentence(strategy: Strateg
     )
     assert same_bits(loop.state(), before)
     assert loop.find("1GiB", strategy=strategy, max_batch_size=2).exact_batch_size == 2
+
+
+def test_data_that_can_be_read_only_once_end_the_search_by_one_sentence(strategy: Strategy) -> None:
+    rows = iter(ROWS)
+    loop = fed_by(lambda n: torch.cat([torch.empty(0, 16), *(row[None] for row in itertools.islice(rows, n))]))
+    with pytest.raises(InputError, match="^`make_batch` must return at least one row, but returns none for "):
+        loop.find("1GiB", strategy=strategy, max_batch_size=100)
 
 
 def test_batches_that_cannot_be_looked_into_are_taken_to_have_their_rows() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from torchtune_adaptive.engine.memory.operations import plain_parts
+from torchtune_adaptive.engine.memory.operations import can_be_written, plain_parts
 
 SMALL_BYTES = 2**20  # of tensors that cost nothing to keep in each step
 _INTERNAL = frozenset(vars(nn.Module()))  # the names of a module's own attributes
@@ -64,14 +64,13 @@ def _changes_nothing(module: nn.Module) -> bool:
 
 
 def _can_be_set(value: Any) -> TypeGuard[torch.Tensor]:
-    """Whether ``value`` is a tensor that could be filled again: not the result of a step, nor an expanded one."""
-    if not isinstance(value, torch.Tensor) or not value.is_leaf or value.is_inference():
-        return False
-    return all(part.layout is torch.strided and not _is_expanded(part) for part in plain_parts(value))
+    """Whether ``value`` is a tensor that could be filled again, and not the result of a step."""
+    return isinstance(value, torch.Tensor) and value.is_leaf and can_be_refilled(value)
 
 
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+def can_be_refilled(tensor: torch.Tensor) -> bool:
+    """Whether the values of ``tensor`` can be compared and restored in place: not if it is sparse or expanded."""
+    return all(part.layout is torch.strided and can_be_written(part) for part in plain_parts(tensor))
 
 
 class KeptAttributes:

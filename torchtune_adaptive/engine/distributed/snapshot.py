@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune_adaptive.engine.distributed.attributes import SMALL_BYTES, KeptAttributes, TensorPlace, tensor_places
+from torchtune_adaptive.engine.distributed.attributes import (
+    SMALL_BYTES,
+    KeptAttributes,
+    TensorPlace,
+    can_be_refilled,
+    tensor_places,
+)
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states, reset_after_failure
 from torchtune_adaptive.engine.memory.copies import Copies, Restore
 from torchtune_adaptive.engine.memory.operations import plain_parts
@@ -198,6 +204,8 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
 class KeptBuffers:
     """The buffers and other tensors that are at ``places`` now, and copies of them on the same device.
 
+    What cannot be refilled, such as an expanded or a sparse buffer, is put back without a copy of its values.
+
     Args:
         copies: has those of more than 1 MiB instead, such as quantized weights. None: all are on the device.
     """
@@ -205,7 +213,8 @@ class KeptBuffers:
     def __init__(self, places: Sequence[TensorPlace], copies: Copies | None = None) -> None:
         self._places = places
         self._buffers = [(place, place.tensor) for place in places if copies is not None or place.costs_little]
-        tensors = {id(one): one for _, one in self._buffers if one is not None}.values()
+        filled = (one for _, one in self._buffers if one is not None and can_be_refilled(one))
+        tensors = {id(one): one for one in filled}.values()
         self._tensors = KeptTensors(one for one in tensors if copies is None or one.nbytes <= SMALL_BYTES)
         self._elsewhere: list[tuple[torch.Tensor, list[int], Restore]] = []
         if copies is not None:
@@ -229,7 +238,11 @@ class KeptBuffers:
         return [
             place
             for place, tensor in self._buffers
-            if tensor is None or tensor.nbytes <= SMALL_BYTES or place.tensor is not tensor or id(tensor) in changed
+            if tensor is None
+            or not can_be_refilled(tensor)
+            or tensor.nbytes <= SMALL_BYTES
+            or place.tensor is not tensor
+            or id(tensor) in changed
         ]
 
     def restore(self) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from torchtune_adaptive.engine.memory.operations import plain_parts
+from torchtune_adaptive.engine.memory.operations import can_be_written, plain_parts
 from torchtune_adaptive.errors import reason_of
 
 Restore = Callable[[], None]
@@ -35,7 +35,7 @@ class Copies:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        parts = [part for tensor in tensors for part in plain_parts(tensor)]
+        parts = [part for tensor in tensors for part in _written_parts(tensor)]
         file_bytes = sum(part.nbytes for part in parts if _has_bytes_on_host(part))
         self._file: _TensorFile | None = None
         if file_bytes >= _SMALLEST_FILE_BYTES:
@@ -50,10 +50,10 @@ class Copies:
         A wrapper tensor is copied part by part, because its own copy may share memory with the original. FSDP2 moves
         parameters in the first forward pass: with torch 2.9 all padded ones.
         """
-        fills = [(part.shape, self._copy_part(part.detach())) for part in plain_parts(tensor)]
+        fills = [(part.shape, self._copy_part(part.detach())) for part in _written_parts(tensor)]
 
         def restore() -> None:
-            for part, (shape, fill) in zip(plain_parts(tensor), fills, strict=True):
+            for part, (shape, fill) in zip(_written_parts(tensor), fills, strict=True):
                 if part.shape != shape:
                     part.resize_(shape)
                 fill(part.detach())
@@ -136,6 +136,11 @@ class _TensorFile:
             torch.autograd.graph.increment_version(tensor)  # the read is not an operation that autograd sees
         else:
             tensor.copy_(whole)
+
+
+def _written_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors in ``tensor`` that a step may write to."""
+    return list(filter(can_be_written, plain_parts(tensor)))
 
 
 def _has_bytes_on_host(tensor: torch.Tensor) -> bool:

@@ -25,6 +25,14 @@ def plain_parts(tensor: Any) -> Iterator[torch.Tensor]:
         yield tensor  # not every part is a tensor: one part of a DTensor is its device mesh
 
 
+def can_be_written(part: torch.Tensor) -> bool:
+    """Whether a plain tensor has elements of its own to write to: not an expanded, an inference or a meta tensor."""
+    is_expanded = part.layout is torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(part.stride(), part.shape, strict=True)
+    )
+    return not (is_expanded or part.is_inference() or part.is_meta)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor, in the same memory. Any other tensor is returned as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -65,7 +65,10 @@ class FixedRandomness(OperationMode):
 @cache
 def _kind(func: Any) -> tuple[int | None, bool]:
     """The place of an operation's argument ``dropout_p``, and whether it draws random numbers otherwise."""
-    names = [one.name for one in func._schema.arguments]
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # of a higher-order operator, such as flex attention
+        return None, False
+    names = [one.name for one in schema.arguments]
     place = names.index("dropout_p") if "dropout_p" in names else None
     return place, place is None and torch.Tag.nondeterministic_seeded in func.tags
 

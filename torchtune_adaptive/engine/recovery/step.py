@@ -150,6 +150,8 @@ class RecoverableStep(Generic[Sums]):
         self._is_enabled = True
         self._is_closed = False
         self._is_trained: dict[nn.Parameter, bool] = {}  # as in the dry run
+        self._modules: list[nn.Module] = []  # those with tensors
+        self._children: list[tuple[dict[str, nn.Module | None], list[nn.Module | None]]] = []  # of each module
         self._batch_norms: list[tuple[nn.Module, bool]] = []  # and whether each was in training mode
         self._trials_left = 0 if self._cutter.adds_up else _MOST_TRIALS
         self._has_warned = False  # that it is not known whether samples may be cut
@@ -389,7 +391,7 @@ class RecoverableStep(Generic[Sums]):
         They show which collectives they issue, and whether samples may be cut into micro-batches: gradients and results
         of both samples must be the sum of those of each alone. It restores model, optimizers and random generators,
         and sets gradients to None. A collective: every rank must call it. If it has not been called, the first step
-        calls it with its own samples. So does each step after parameters were frozen or unfrozen, and the next one that
+        calls it with its own samples. So does each step after modules were added or parameters frozen, and the next one that
         has two samples with gradients, if there were none.
 
         Raises:
@@ -412,6 +414,8 @@ class RecoverableStep(Generic[Sums]):
         try:
             found = self._dry_run_with_samples_that_count(samples)
             self._recovery, used = found.recovery, found.used
+            self._modules = _with_tensors(self._loop.model)
+            self._children = [(one._modules, [*one._modules.values()]) for one in self._loop.model.modules()]
         finally:
             drop_unused_states(self._loop.optimizers, used)
 
@@ -437,6 +441,9 @@ class RecoverableStep(Generic[Sums]):
         """
         if self._recovery is None:
             return True
+        has_others = any([*now.values()] != before for now, before in self._children)  # the next line takes longer
+        if has_others and _with_tensors(self._loop.model) != self._modules:
+            return True  # whose buffers it does not restore
         if any(parameter.requires_grad is not was for parameter, was in self._is_trained.items()):
             return True  # other collectives reduce gradients
         if any(module.training is not was for module, was in self._batch_norms):
@@ -529,3 +536,8 @@ class RecoverableStep(Generic[Sums]):
             )
         if self._loop.consensus.any_rank(not has_samples):
             raise InputError("A rank has no samples for this optimizer step.")
+
+
+def _with_tensors(model: nn.Module) -> list[nn.Module]:
+    """The modules of ``model`` that have parameters or buffers of their own."""
+    return [one for one in model.modules() if one._parameters or one._buffers]

@@ -320,8 +320,9 @@ class _Guard(OperationMode):
         self._names = {storage._cdata: name for name, storage in self._held}
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func._schema.is_mutable and func._schema.name != "aten::set_":  # of parametrizations; values stay
-            for place, argument in enumerate(func._schema.arguments):
+        schema = getattr(func, "_schema", None)  # flex attention, a higher-order operator, has none
+        if schema and schema.is_mutable and schema.name != "aten::set_":  # of parametrizations; values stay
+            for place, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._check(args[place] if place < len(args) else kwargs.get(argument.name))
         return func(*args, **kwargs)

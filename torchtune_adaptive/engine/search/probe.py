@@ -296,7 +296,8 @@ class Prober:
 
         Raises:
             NoMoreRows: it had fewer on some rank.
-            InputError: on every rank it was the same as for other sizes, and so was the memory.
+            InputError: on every rank it was the same as for other sizes, and so was the memory; or on some rank it had
+                no rows.
         """
         peaks_bytes = [earlier.peak_bytes for earlier in self.probes] or [probe.peak_bytes]
         is_the_same = self._made_the_same and probe.fits and probe.peak_bytes in peaks_bytes
@@ -307,8 +308,14 @@ class Prober:
                 f"`make_batch` returns the same batch for {', '.join(map(str, others))} and {last} rows; if there are"
                 " no more rows, give their number as the largest to try."
             )
-        if -negated_rows < probe.batch_size:
-            raise NoMoreRows(max(-negated_rows, 1))
+        rows = -negated_rows
+        if not rows:
+            raise InputError(
+                f"`make_batch` must return at least one row, but returns none for {probe.batch_size}: the search asks"
+                " for the same rows again."
+            )
+        if rows < probe.batch_size:
+            raise NoMoreRows(rows)
 
     def _step(self, batch_size: int) -> None:
         self._made_rows, self._made_the_same = batch_size, False
