@@ -166,7 +166,7 @@ def _has_only_numbers(values: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal, bit for bit. Sparse and nested ones, which torch cannot compare, are taken to be."""
+    """Whether two tensors are equal, bit for bit. torch cannot compare sparse and nested ones: they are taken to be."""
     if torch.strided not in (one.layout, other.layout):
         return True
     if one.shape != other.shape or one.dtype != other.dtype:

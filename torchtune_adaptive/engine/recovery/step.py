@@ -391,8 +391,8 @@ class RecoverableStep(Generic[Sums]):
         They show which collectives they issue, and whether samples may be cut into micro-batches: gradients and results
         of both samples must be the sum of those of each alone. It restores model, optimizers and random generators,
         and sets gradients to None. A collective: every rank must call it. If it has not been called, the first step
-        calls it with its own samples. So does each step after modules were added or parameters frozen, and the next one that
-        has two samples with gradients, if there were none.
+        calls it with its own samples. So does each step after modules were added or parameters frozen or unfrozen, and
+        the next one that has two samples with gradients, if there were none.
 
         Raises:
             CannotCutError: samples must not be cut into micro-batches: the loss or a layer mixes them, or the loss is a
