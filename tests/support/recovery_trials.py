@@ -27,7 +27,7 @@ from tests.support.toys import loop_of
 from torchtune_adaptive.engine.distributed import ddp_ledger
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import param_groups
-from torchtune_adaptive.engine.recovery.attempts import MemoryPressure, Recovery
+from torchtune_adaptive.engine.recovery.attempts import Recovery
 from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.engine.recovery.dry_run import dry_run
 from torchtune_adaptive.engine.recovery.micro_batches import Slices
@@ -189,7 +189,7 @@ class Trials:
         runs = (partial(self.micro_step, rows) for rows in cuts)
         micro_steps = [partial(under, faults, number, run) for number, run in enumerate(runs)]
         attempt = self.recovery.attempt(micro_steps)
-        assert (attempt.result is None) == (attempt.pressure is MemoryPressure.OUT_OF_MEMORY)
+        assert (attempt.result is None) == attempt.ran_out
         return attempt.result
 
     def step(self, window: list[list[torch.Tensor]], rows: int, faults: dict[int, Fault] | None = None) -> int:

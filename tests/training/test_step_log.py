@@ -16,8 +16,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory import resident
 from torchtune_adaptive.engine.memory.cpu_meter import CpuMeter
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
-from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
-from torchtune_adaptive.engine.recovery.watch import MemoryEvent
+from torchtune_adaptive.engine.recovery.watch import MemoryEvent, MemoryPressure
 from torchtune_adaptive.training import step_log
 from torchtune_adaptive.training.batch.growth import BatchGrowth
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, TokenLimit

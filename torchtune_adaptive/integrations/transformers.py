@@ -22,9 +22,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
-from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
-from torchtune_adaptive.engine.recovery.watch import MemoryEvent
+from torchtune_adaptive.engine.recovery.watch import MemoryEvent, MemoryPressure
 from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
 from torchtune_adaptive.engine.search.fastest_step import find_fastest
 from torchtune_adaptive.engine.search.strategies import SearchResult

@@ -13,8 +13,8 @@ from torchtune import training, utils
 from torchtune.training.lr_schedulers import get_lr
 
 from torchtune_adaptive.engine.memory.resident import anonymous_bytes
-from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
+from torchtune_adaptive.engine.recovery.watch import MemoryPressure
 from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.engine.search.tables import rounding_text
 from torchtune_adaptive.text import count_text, format_bytes

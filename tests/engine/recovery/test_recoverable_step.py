@@ -38,8 +38,8 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_state import communicators, fsdp_states
 from torchtune_adaptive.engine.memory.devices import optimizers_of
 from torchtune_adaptive.engine.memory.operations import plain_parts
-from torchtune_adaptive.engine.recovery.attempts import MemoryPressure
 from torchtune_adaptive.engine.recovery.micro_batches import Slices
+from torchtune_adaptive.engine.recovery.watch import MemoryPressure
 from torchtune_adaptive.testing import Fault, out_of_memory, wrap_micro_steps
 
 FAULT = "OutOfMemoryError: CUDA out of memory (a fault on purpose)"

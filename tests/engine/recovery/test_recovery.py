@@ -14,7 +14,7 @@ from tests.support.recovery_trials import ROWS, Case, Tally, Trials, every
 from tests.support.toys import loop_of
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.ledger import CollectiveStateUnknownError
-from torchtune_adaptive.engine.recovery.attempts import Attempt, MemoryPressure, Recovery
+from torchtune_adaptive.engine.recovery.attempts import Attempt, Recovery
 from torchtune_adaptive.engine.recovery.dry_run import dry_run
 from torchtune_adaptive.testing import Fault
 
@@ -127,11 +127,10 @@ def test_a_change_of_collectives_is_logged_once_and_an_error_then_ends_the_run(o
 
 
 def test_all_ranks_know_if_one_ran_out_of_memory_and_the_largest_numbers(on_two: Any) -> None:
-    none, _, out_of_memory = MemoryPressure
-    fitted = Attempt(1, none, None, has_fitted=True, largest=[1, 7])
+    fitted = Attempt(1, has_fitted=True, largest=[1, 7])
     assert [attempts for _, _, attempts in on_two] == [
-        [fitted, Attempt(None, out_of_memory, "OutOfMemoryError: too much", has_fitted=True, largest=[1, 7])],
-        [fitted, Attempt(None, out_of_memory, None, has_fitted=True, largest=[1, 7])],
+        [fitted, Attempt(None, ran_out=True, error="OutOfMemoryError: too much", has_fitted=True, largest=[1, 7])],
+        [fitted, Attempt(None, ran_out=True, has_fitted=True, largest=[1, 7])],
     ]
 
 

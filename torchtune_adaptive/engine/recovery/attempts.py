@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Generic, TypeVar
 
 from torchtune_adaptive.engine.distributed.attributes import KeptAttributes, TensorPlace
@@ -36,21 +35,13 @@ NO_SAMPLES = "This optimizer step has no samples."
 Result = TypeVar("Result")
 
 
-class MemoryPressure(IntEnum):
-    """How short of memory ranks are."""
-
-    NONE = 0
-    THRASHING = 1
-    OUT_OF_MEMORY = 2
-
-
 @dataclass
 class Attempt(Generic[Result]):
     """The micro-steps of an optimizer step, as far as they have run, and their outcome.
 
     Attributes:
         result: the sum of this rank's results; None if any rank ran out of memory.
-        pressure: OUT_OF_MEMORY if any rank ran out of memory, otherwise NONE.
+        ran_out: whether any rank ran out of memory.
         error: this rank's out-of-memory error in one line, if it had one.
         in_backward: whether the error was raised in a backward pass.
         has_fitted: whether a micro-step has succeeded, on any rank.
@@ -58,7 +49,7 @@ class Attempt(Generic[Result]):
     """
 
     result: Result | None = None
-    pressure: MemoryPressure = MemoryPressure.NONE
+    ran_out: bool = False
     error: str | None = None
     in_backward: bool = False
     has_fitted: bool = False
@@ -132,10 +123,10 @@ class Recovery:
                     ' the run. Pass `reduce="last"` instead of calling `set_requires_gradient_sync(False)`.'
                 )
         own = attempt.error is not None, attempt.has_fitted, bool(self._ledger.unused)
-        is_out, has_fitted, has_unused, *attempt.largest = self._consensus.begin_max(*map(int, own), *numbers)()
-        attempt.has_fitted = bool(has_fitted)
-        if is_out:
-            attempt.pressure, attempt.result = MemoryPressure.OUT_OF_MEMORY, None
+        ran_out, has_fitted, has_unused, *attempt.largest = self._consensus.begin_max(*map(int, own), *numbers)()
+        attempt.ran_out, attempt.has_fitted = bool(ran_out), bool(has_fitted)
+        if ran_out:
+            attempt.result = None
             self._clean(has_garbage=attempt.error is None)  # else this rank has cleaned up at once
         elif has_unused:
             self._ledger.drop_unused(self._consensus)

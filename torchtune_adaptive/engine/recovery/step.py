@@ -19,7 +19,7 @@ from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes
 from torchtune_adaptive.engine.loop import Loop, check_no_search, compile_each_size, sum_of_results
 from torchtune_adaptive.engine.memory.devices import computing_device, optimizers_of
 from torchtune_adaptive.engine.optimizers import optimizers_within
-from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, MemoryPressure, Recovery
+from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, Recovery
 from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.engine.recovery.columns import copied, gradients_of, tensors_in, versions, was_changed
 from torchtune_adaptive.engine.recovery.dry_run import DryRun, allocate_states, dry_run
@@ -28,7 +28,7 @@ from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
 from torchtune_adaptive.engine.recovery.optimizer_state import check_optimizers, drop_unused_states
 from torchtune_adaptive.engine.recovery.pace import STEPS_TO_TIME
 from torchtune_adaptive.engine.recovery.trial import ResultsError, cannot_cut
-from torchtune_adaptive.engine.recovery.watch import MemoryEvent, PressureWatch
+from torchtune_adaptive.engine.recovery.watch import MemoryEvent, MemoryPressure, PressureWatch
 from torchtune_adaptive.errors import (
     NOTHING_FITS_ADVICE,
     CannotCutError,
@@ -253,7 +253,7 @@ class RecoverableStep(Generic[Sums]):
             )
             is_changed = not self._gives_copies and versions(tensors) != unchanged
             self._gives_copies |= is_changed
-            if attempt.pressure is not MemoryPressure.OUT_OF_MEMORY:
+            if not attempt.ran_out:
                 break
             self._check_unchanged(is_changed)
             for tensor, gradient in gradients:
@@ -330,15 +330,15 @@ class RecoverableStep(Generic[Sums]):
         Raises:
             NothingFitsError: the attempt failed, and micro-batches are already single rows.
         """
-        before, is_out = self._cutter.size, attempt.pressure is MemoryPressure.OUT_OF_MEMORY
+        before = self._cutter.size
         is_reduced = self._cutter.reduce(samples)
         after, unit = self._cutter.size, self._cutter.unit
         event = self._watch.event(attempt, step=self._number, before=before, after=after, unit=unit)
         if is_reduced:
             if attempt.has_fitted:
                 self.backoff.fitted(before)
-            self.backoff.failed(before, step=self._number, first_wait=1 if is_out else STEPS_TO_TIME)
-        elif is_out:
+            self.backoff.failed(before, step=self._number, first_wait=1 if attempt.ran_out else STEPS_TO_TIME)
+        elif attempt.ran_out:
             raise NothingFitsError(
                 f"not even one row fits: in step {self._number} {event.cause}; {NOTHING_FITS_ADVICE}."
             )

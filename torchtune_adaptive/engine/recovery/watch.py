@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from time import perf_counter_ns
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.devices import check_limit, describe_peak, meter_of_run
 from torchtune_adaptive.engine.memory.meter import MemoryMeter, device_memory_bytes
 from torchtune_adaptive.engine.memory.phases import Phases
-from torchtune_adaptive.engine.recovery.attempts import Attempt, MemoryPressure
+from torchtune_adaptive.engine.recovery.attempts import Attempt
 from torchtune_adaptive.engine.recovery.columns import padded_numel
 from torchtune_adaptive.engine.recovery.pace import Pace
 from torchtune_adaptive.text import count_text, ranks_text
@@ -25,6 +26,14 @@ log = logging.getLogger(__name__)
 
 _LONGEST_ERROR_CHARS = 200
 _MOST_LINES = 10  # for events of one kind, before only every tenth gets a line
+
+
+class MemoryPressure(IntEnum):
+    """How short of memory ranks are."""
+
+    NONE = 0
+    THRASHING = 1
+    OUT_OF_MEMORY = 2
 
 
 @dataclass(frozen=True)
@@ -199,15 +208,14 @@ class PressureWatch:
 
     def event(self, attempt: Attempt[Any], *, step: int, before: int, after: int, unit: str) -> MemoryEvent:
         """The event of ``attempt``, equal on all ranks. A collective."""
-        is_out = attempt.pressure is MemoryPressure.OUT_OF_MEMORY
-        was_short = attempt.error is not None if is_out else self.last_step[1] > 0
-        phase = "backward" if attempt.in_backward else self._failed_in if is_out else self.phases.now
+        was_short = attempt.error is not None if attempt.ran_out else self.last_step[1] > 0
+        phase = "backward" if attempt.in_backward else self._failed_in if attempt.ran_out else self.phases.now
         mine = was_short, phase, describe_peak(self.meter), attempt.error
         reports = zip(self.consensus.ranks, self.consensus.from_all_ranks(mine), strict=True)
         ranks = {rank: figures for rank, (was_short, *figures) in reports if was_short}
         phase, figures, error = next(iter(ranks.values()))
-        pressure = attempt.pressure or MemoryPressure.THRASHING
-        slowdown = None if is_out else self._pace.slowdown(before)
+        pressure = MemoryPressure.OUT_OF_MEMORY if attempt.ran_out else MemoryPressure.THRASHING
+        slowdown = None if attempt.ran_out else self._pace.slowdown(before)
         return MemoryEvent(step, pressure, tuple(ranks), phase, figures, error, before, after, unit, slowdown=slowdown)
 
     def log(self, event: MemoryEvent) -> None:
