@@ -3,6 +3,7 @@
 import argparse
 import shlex
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cli.arguments import PROGRAM, Commands, add_command
 from torchtune_adaptive.cli.search import check_recipe, cleared_found_path, recipe_in
-from torchtune_adaptive.errors import InputError, quote, require_one_of
+from torchtune_adaptive.errors import InputError, quote, require_integer, require_one_of
 from torchtune_adaptive.fastest.changes import KINDS, questions_of
 from torchtune_adaptive.files import write_atomically, writing
 from torchtune_adaptive.settings import AdaptiveSettings
@@ -60,13 +61,15 @@ def run_fastest(arguments: Sequence[str]) -> None:
     _refuse(settings)
     check_config(cfg, ranks=1)
     whole = DictConfig(resolved(cfg))
-    path = cleared_found_path(whole)
     ranks = _ranks(torchrun_options, recipe)
+    rows, micro_steps = (
+        require_integer(key, whole.get(key, 1), minimum=1) for key in ("batch_size", "gradient_accumulation_steps")
+    )
+    path = cleared_found_path(whole)
 
     from torchtune_adaptive.fastest.climb import Climb, Outcome, summary  # torch takes seconds to import
     from torchtune_adaptive.fastest.set_up import SetUps
 
-    rows, micro_steps = whole.get("batch_size", 1), whole.get("gradient_accumulation_steps", 1)
     samples = settings.global_batch_size or rows * micro_steps * data_parallel_ranks(whole, ranks)
     set_ups = SetUps(torchrun_options, recipe, cfg, samples, path.parent)
 
@@ -78,7 +81,7 @@ def run_fastest(arguments: Sequence[str]) -> None:
         return outcome
 
     def plan(values: Mapping[str, Any]) -> int | None:
-        return planned_rows(set_ups.config(values), ranks, set_ups.search_of(climb.best.words))
+        return planned_rows(set_ups.config(values), ranks, set_ups.search_of(climb.best))
 
     climb = Climb(measure, plan, 60 * options.minutes)
     was_stopped = False
@@ -87,7 +90,7 @@ def run_fastest(arguments: Sequence[str]) -> None:
             climb.run(questions_of(whole, recipe=recipe, ranks=ranks, kinds=options.kinds))
     except KeyboardInterrupt:
         if not any(one.timings for one in climb.outcomes):
-            raise
+            sys.exit(f"{PROGRAM} fastest: stopped before the config as it is was timed.")
         was_stopped = True
     best = climb.best
     if not best.timings:
@@ -95,7 +98,7 @@ def run_fastest(arguments: Sequence[str]) -> None:
         raise InputError(f"The config cannot be timed as it is{tried}: {best.why_not}.")
     with writing("output_dir", path.parent, kind="folder"):
         header = f"# The settings that train fastest of those that were tried: {best.words}, {best.micro_batch}\n"
-        write_atomically(path, header + OmegaConf.to_yaml(set_ups.found_config(best.words)))
+        write_atomically(path, header + OmegaConf.to_yaml(set_ups.found_config(best)))
     print(f"\n{summary(climb.outcomes, best)}\n")
     if was_stopped:
         print("Stopped before all was tried: this is the fastest so far.")
@@ -107,12 +110,17 @@ def run_fastest(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def ended_by_signal() -> Iterator[None]:
-    """Context: a request to end raises ``KeyboardInterrupt``, as Ctrl-C does, so that no set-up stays behind."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Context: a request to end raises ``KeyboardInterrupt``, as Ctrl-C does, so that no set-up stays behind.
+
+    A SIGHUP that is ignored, as under ``nohup``, stays ignored.
+    """
+    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, signal.default_int_handler) for one in heard}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, way in before.items():
+            signal.signal(one, way)
 
 
 def planned_rows(cfg: DictConfig, ranks: int, search: Any) -> int | None:
@@ -186,9 +194,10 @@ def _ranks(torchrun_options: Sequence[str], recipe: str) -> int:
             " holds for several."
         )
     try:
-        return determine_local_world_size(options.nproc_per_node)
+        ranks = determine_local_world_size(options.nproc_per_node)
     except ValueError as error:
-        raise InputError(f"`--nproc_per_node` {quote(options.nproc_per_node)} is no number of ranks.") from error
+        raise InputError(f"`--nproc_per_node` {quote(options.nproc_per_node)} is no number of ranks here.") from error
+    return require_integer("--nproc_per_node", ranks, minimum=1)
 
 
 def _hint(cfg: DictConfig) -> str:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torchtune_adaptive.engine.search.timing import Timing, is_as_good, simplest_near_best
@@ -27,6 +28,7 @@ class Outcome:
         found: the largest micro-batch by the search, in rows.
         seconds: of the whole set-up.
         why_not: why nothing was timed, as a sentence; "" if it was.
+        folder: what the set-up has left.
     """
 
     words: str = AS_IT_IS
@@ -38,6 +40,7 @@ class Outcome:
     found: int | None = None
     seconds: float = 0.0
     why_not: str = ""
+    folder: Path = Path()
 
     @property
     def micro_batch(self) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.engine.search.timing import Timing
-from torchtune_adaptive.errors import NOTHING_FITS_ADVICE
+from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError
 from torchtune_adaptive.fastest.climb import Outcome
-from torchtune_adaptive.files import write_atomically
+from torchtune_adaptive.files import write_atomically, writing
 from torchtune_adaptive.report.read import Search, read_run
 from torchtune_adaptive.training.found_config import FOUND_NAME
+from torchtune_adaptive.training.signals import end_with_parent
 
 _FOLDER, _CONFIG, _LOG = "fastest", "config.yaml", "log.txt"
 _SECONDS_TO_END = 30.0  # after a request
@@ -42,7 +44,6 @@ class SetUps:
     samples: int
     directory: Path
     _count: int = field(default=0, init=False)
-    _folders: dict[str, Path] = field(default_factory=dict, init=False)
 
     def config(self, values: Mapping[str, Any]) -> DictConfig:
         """The config with these values of keys, in which micro-batches are searched by their speed."""
@@ -58,28 +59,32 @@ class SetUps:
         """Set the recipe up with these values, and time micro-batches of different sizes."""
         folder = self.directory / _FOLDER / str(self._count)
         self._count += 1
-        (folder / FOUND_NAME).unlink(missing_ok=True)
         cfg = self.config(values)
         cfg.output_dir = str(folder)
-        write_atomically(folder / _CONFIG, OmegaConf.to_yaml(cfg))
         started = time.monotonic()
-        with (folder / _LOG).open("w") as log:
+        try:
+            with writing("output_dir", folder, kind="folder"):
+                (folder / FOUND_NAME).unlink(missing_ok=True)
+                write_atomically(folder / _CONFIG, OmegaConf.to_yaml(cfg))
+                log = (folder / _LOG).open("w")
+        except InputError as error:
+            return Outcome(words=words, values=values, why_not=str(error).rstrip("."))
+        with log:
             status = _run([*self.torchrun_options, self.recipe, "--config", str(folder / _CONFIG)], log)
-        outcome = Outcome(words=words, values=values, seconds=time.monotonic() - started)
+        outcome = Outcome(words=words, values=values, seconds=time.monotonic() - started, folder=folder)
         if status or not (folder / FOUND_NAME).is_file():
             why_not = self._why(folder)
             return replace(outcome, why_not=why_not, is_short_of_memory=NOTHING_FITS_ADVICE in why_not)
-        self._folders[words] = folder
-        search = self.search_of(words)
+        search = self.search_of(outcome)
         return with_search(outcome, search.result, search.timings)
 
-    def search_of(self, words: str) -> Search:
+    def search_of(self, outcome: Outcome) -> Search:
         """The search of a set-up that was measured."""
-        return read_run(self._folders[words]).searches[-1]
+        return read_run(outcome.folder).searches[-1]
 
-    def found_config(self, words: str) -> DictConfig:
+    def found_config(self, outcome: Outcome) -> DictConfig:
         """The config that trains with what the set-up has found."""
-        found = OmegaConf.load(self._folders[words] / FOUND_NAME)
+        found = OmegaConf.load(outcome.folder / FOUND_NAME)
         assert isinstance(found, DictConfig)
         written: Any = OmegaConf.to_container(self.cfg)  # with interpolations
         found.output_dir = written["output_dir"]
@@ -108,9 +113,12 @@ def with_search(outcome: Outcome, result: SearchResult, timings: Mapping[str, Ti
 
 
 def _run(arguments: Sequence[str], log: Any) -> int:
-    """Run a search in a process of its own, which ends with this one: its exit status."""
+    """Run a search in a process of its own, which ends with this one, however that ends: its exit status."""
     command = [sys.executable, "-m", "torchtune_adaptive.cli", "search", *arguments]
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    ends_too = partial(end_with_parent, os.getpid())
+    process = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=ends_too
+    )
     try:
         return process.wait()
     except BaseException:

@@ -49,9 +49,14 @@ def end_as_asked() -> None:
     Neither leaves incomplete files. Without the second, ranks would continue if only their launcher is killed.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid())
+
+
+def end_with_parent(parent: int) -> None:
+    """Let this process receive SIGTERM when ``parent``, which has started it, ends. It does so on Linux only."""
+    if sys.platform != "linux":
         return
-    launcher = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != launcher:  # the launcher ended before the call
+    if os.getppid() != parent:  # it ended before the call
         signal.raise_signal(signal.SIGTERM)

@@ -17,7 +17,7 @@ from torchtune_adaptive.engine.search.options import SearchOptions
 from torchtune_adaptive.engine.search.probe import Prober
 from torchtune_adaptive.engine.search.throughput import time_in_turns
 from torchtune_adaptive.engine.search.timing import Timing, simplest_near_best
-from torchtune_adaptive.errors import InputError, NothingFitsError, quote
+from torchtune_adaptive.errors import InputError, NothingFitsError, is_number, quote, require_callable
 from torchtune_adaptive.text import format_bytes, parse_memory, text_table
 
 _STEPS_COMPARED = 2  # the loss of the second one shows what the first has made of the model
@@ -106,10 +106,15 @@ def find_fastest(
     >>> found.name
     '256 rows'
     """
+    if not isinstance(train_steps, Mapping) or not all(isinstance(name, str) for name in train_steps):
+        raise InputError(f"`train_steps` must be a dict of functions by name, but is {quote(train_steps)} instead.")
+    if not isinstance(batches, Sequence):  # a data loader has other batches each time
+        raise InputError(f"`batches` must be a list of batches, but is a {type(batches).__name__} instead.")
     if not train_steps or not batches:
         raise InputError(f"`{'batches' if train_steps else 'train_steps'}` must not be empty.")
-    if not tolerance > 0:
-        raise InputError(f"`tolerance` must be above 0, but is {quote(tolerance)} instead.")
+    require_callable(**{f"train_steps[{name!r}]": step for name, step in train_steps.items()})
+    if not is_number(tolerance) or not tolerance > 0:
+        raise InputError(f"`tolerance` must be a number above 0, but is {quote(tolerance)} instead.")
     options = SearchOptions(
         memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit), margin=margin
     )

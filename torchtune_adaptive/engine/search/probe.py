@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.loop import Loop
@@ -18,6 +20,14 @@ from torchtune_adaptive.errors import InputError
 log = logging.getLogger(__name__)
 
 _MOST_ITEMS = 8  # of a list in a batch are looked into
+
+
+def _has_parts(batch: Any) -> bool:
+    """Whether a tensor in ``batch`` is part of a larger one, such as a data set, which would count as a whole."""
+    return any(
+        isinstance(one, torch.Tensor) and one.layout is torch.strided and one.untyped_storage().nbytes() > one.nbytes
+        for one in leaves(batch)
+    )
 
 
 class NoMoreRows(Exception):
@@ -327,4 +337,4 @@ class Prober:
         self._meter.count([given, *leaves(given)])  # also tensors in dataclasses
         with self._meter:
             self._loop.step(given)
-        self._gives_copies = self._gives_copies and was_changed(given, batch)
+        self._gives_copies = self._gives_copies and (was_changed(given, batch) or _has_parts(batch))
