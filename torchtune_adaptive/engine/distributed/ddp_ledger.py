@@ -41,6 +41,7 @@ class DdpLedger(Ledger):
             raise CannotRecordError(f"DistributedDataParallel with {what} is not supported")
         self._ddp = ddp
         self._group: Any = ddp.process_group
+        self.groups = {self._group}
         self._parameters: list[nn.Parameter] = [one for one in ddp._module_parameters if one.requires_grad]
         self._buckets = buckets_of(self._parameters[::-1], BUCKET_BYTES)  # the last ones have their gradients first
         self._bucket_of = {parameter: number for number, bucket in enumerate(self._buckets) for parameter in bucket}

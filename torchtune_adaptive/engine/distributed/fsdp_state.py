@@ -17,8 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError, drop_unfinished_masks
 
-# Of the setters ``set_reshard_after_forward`` and ``_backward``, ``set_requires_gradient_sync`` and ``_all_reduce``.
-_GROUP_SETTINGS = ("post_forward_mesh_info", "reshard_after_backward", "reduce_grads", "all_reduce_grads")
+# Of the setters ``set_reshard_after_forward`` and ``_backward``, ``set_requires_gradient_sync`` and ``_all_reduce``,
+# and ``set_unshard_in_backward``.
+_GROUP_SETTINGS = (
+    "post_forward_mesh_info",
+    "reshard_after_backward",
+    "reduce_grads",
+    "all_reduce_grads",
+    "unshard_in_backward",
+)
 
 
 class Communicators(NamedTuple):
@@ -126,6 +133,10 @@ class KeptSettings:
         self._groups = [
             (group, [(name, getattr(group, name)) for name in _GROUP_SETTINGS]) for group in param_groups(states)
         ]
+
+    def is_like(self, other: "KeptSettings") -> bool:
+        """Whether both have the same settings of the same modules."""
+        return self._states == other._states and self._groups == other._groups
 
     def restore(self) -> None:
         """Restore the settings. A first forward pass in between may have made a module the root."""

@@ -71,6 +71,9 @@ class Ledger(ABC):
         self.is_last = True
         self.counts = IssuedCounts()
         self.unused: set[nn.Parameter] = set()
+        self.groups: set[dist.ProcessGroup] = set()  # in which it issues collectives
+        self.expected_numbers: tuple[Counter[Any], Counter[Any]] | None = None  # of collectives of any code in them
+        self._first: Counter[Any] = Counter()
         self._issued: list[AnyCollective] = []
         self._noted: list[AnyCollective] | None = None
         self._in_doubt = False
@@ -122,14 +125,24 @@ class Ledger(ABC):
 
     @property
     def agrees(self) -> bool:
-        """Whether the collectives since ``begin`` are the expected ones."""
-        return self._issued == self.expected_now
+        """Whether the collectives since ``begin`` are the expected ones, and no other code has issued any."""
+        is_known = self.expected_numbers is None or self.numbers == self.expected_numbers[self.is_last]
+        return self._issued == self.expected_now and is_known
+
+    @property
+    def numbers(self) -> Counter[Any]:
+        """How many collectives any code has issued in each of ``groups`` since ``begin``, as torch counts them."""
+        return self._count() - self._first
+
+    def _count(self) -> Counter[Any]:
+        return Counter({group: group._get_sequence_number_for_group() for group in self.groups})
 
     def begin(self, *, is_last: bool) -> None:
         """Start recording a new micro-step, which may be the last one of its optimizer step."""
         self.is_last = is_last
         self._issued.clear()
         self._in_doubt = False
+        self._first = self._count()
         self.counts.start()
 
     def issuing(self) -> None:

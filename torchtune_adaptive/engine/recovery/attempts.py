@@ -73,8 +73,13 @@ class Recovery:
         self._kept: KeptBuffers | None = None
         self._attributes = KeptAttributes(loop.model)
         self._states = fsdp_states(loop.model)
-        self._settings = KeptSettings(self._states)
+        self._settings = self._first_settings = KeptSettings(self._states)
         self._is_in_step = True
+
+    @property
+    def has_other_settings(self) -> bool:
+        """Whether FSDP2's settings have changed since the dry run."""
+        return not KeptSettings(self._states).is_like(self._first_settings)
 
     def start_step(self) -> None:
         """Save random states, buffers and attributes of modules, which failed attempts restore. A collective."""
@@ -89,7 +94,8 @@ class Recovery:
         *,
         numbers: Sequence[int] = (),
         is_even: bool = True,
-    ) -> Attempt[Result]:
+        is_outdated: bool = False,
+    ) -> Attempt[Result] | None:
         """Run ``micro_steps`` on every rank, and agree on the outcome.
 
         A collective; it adds one all-reduce on the CPU. If any rank ran out of memory, the gradients on all ranks are
@@ -99,6 +105,8 @@ class Recovery:
             numbers: this rank's, equally many on every rank; they are compared in the same all-reduce.
             is_even: whether all ranks are known to have equally many micro-steps. Otherwise they compare the numbers
                 first, which adds another all-reduce.
+            is_outdated: whether this rank needs a dry run first. If any rank does, nothing is run, and the result is
+                None. Ranks that ``is_even`` must all need one.
 
         Raises:
             CollectiveStateUnknownError: this rank cannot issue the same collectives as its peers. It must exit, and the
@@ -106,7 +114,13 @@ class Recovery:
             InputError: some rank has fewer micro-steps than another, or none has any. Raised on every rank.
         """
         if not is_even:
-            _check_numbers(*self._consensus.min_and_max(len(micro_steps)))
+            negated_fewest, most, is_outdated = self._consensus.begin_max(
+                -len(micro_steps), len(micro_steps), int(is_outdated)
+            )()
+            if not is_outdated:
+                _check_numbers(-negated_fewest, most)
+        if is_outdated:
+            return None
         attempt = Attempt[Result]()
         self._settings = KeptSettings(self._states)
         for number, micro_step in enumerate(micro_steps, start=1):

@@ -182,6 +182,10 @@ def _with_values(batch: Any, values: dict[str, Any]) -> Any:
         return values
     if isinstance(batch, tuple):
         return type(batch)(**values)
+    if isinstance(batch, Mapping) and hasattr(batch, "batch_size"):  # a TensorDict checks each column's length
+        lengths = [len(one) for one in values.values() if _is_array(one)]
+        sizes = [*lengths[:1], *getattr(batch, "batch_size")[1:]]  # noqa: B009 - unknown to pyright
+        return type(batch)(values, batch_size=sizes)  # pyright: ignore[reportCallIssue]
     try:
         changed = copy.copy(batch)
         for name, value in values.items():

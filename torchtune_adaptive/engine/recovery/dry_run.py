@@ -150,7 +150,7 @@ def dry_run(
             if changed := consensus.first_reason("" if unchanged is None else unchanged.first_changed()):
                 raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")
             without_recovery.pop_all()
-            ledger.expected = found.expected
+            ledger.expected, ledger.expected_numbers = found.expected, found.numbers
             return DryRun(Recovery(loop, ledger=ledger, buffers=found.buffers), verdict, found.used)
     raise NothingFitsError(
         f"not even one row fits: its forward or backward pass ran out of memory ({_figures(loop)});"
@@ -173,6 +173,7 @@ class _Recorded(NamedTuple):
     collectives: list[AnyCollective]
     is_known: bool
     awaits_another: bool
+    numbers: Counter[Any]
 
 
 class _Found(NamedTuple):
@@ -180,6 +181,7 @@ class _Found(NamedTuple):
 
     reason: str
     expected: tuple[list[AnyCollective], list[AnyCollective]]
+    numbers: tuple[Counter[Any], Counter[Any]]
     buffers: list[TensorPlace]
     used: list[nn.Parameter]
 
@@ -210,15 +212,18 @@ def _run(
             with watched, RecordFunctional(ledger.record) as counter, ledger.running():
                 result = micro_step()
             issued, is_known, awaits_another = ledger.issued, True, awaits_another_backward(model)
+            numbers = ledger.numbers
+            drop_forward_passes(states)  # parameters that stay whole after a backward pass hide those with gradients
             if trial is not None and is_last:
                 trial.note(result)
             if is_last is not isinstance(ledger, DdpLedger):  # which puts zeros into missing gradients at the end
                 used.update(number for number, one in enumerate(parameters) if one.grad is not None)
             if groups_of(issued):
                 is_known = _can_be_worked_out(issued, micro_step, ledger, states)
-                if trial is not None:
-                    trial.start_here()
-            recorded.append(_Recorded(is_last, counter.issued, issued, is_known, awaits_another))
+                if trial is not None and not trial.starts_finite():  # zeros in place of what others send give nan
+                    reset_after_failure(model)
+                    trial.forget_earlier()
+            recorded.append(_Recorded(is_last, counter.issued, issued, is_known, awaits_another, numbers))
 
     states = fsdp_states(model)
     settings, attributes, places = KeptSettings(states), KeptAttributes(model), tensor_places(model)
@@ -247,7 +252,8 @@ def _run(
     if not reason and _differs_between_ranks([one for each in recorded for one in each.collectives], consensus):
         reason = "ranks issue different collectives in a micro-step"
     is_used = consensus.begin_max(*(int(number in used) for number in range(len(parameters))))()
-    return _Found(reason, expected, may_change, list(itertools.compress(parameters, is_used)))
+    numbers = recorded[0].numbers, recorded[-1].numbers
+    return _Found(reason, expected, numbers, may_change, list(itertools.compress(parameters, is_used)))
 
 
 def _by_fsdp(collectives: list[AnyCollective]) -> list[AnyCollective]:

@@ -1,6 +1,7 @@
 """``RecoverableStep``: a train step for any PyTorch loop that recovers from out-of-memory errors."""
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -151,7 +152,8 @@ class RecoverableStep(Generic[Sums]):
         self._is_closed = False
         self._is_trained: dict[nn.Parameter, bool] = {}  # as in the dry run
         self._modules: list[nn.Module] = []  # those with tensors
-        self._children: list[tuple[dict[str, nn.Module | None], list[nn.Module | None]]] = []  # of each module
+        self._children: list[dict[str, nn.Module | None]] = []  # of each module
+        self._all_children: list[nn.Module | None] = []
         self._batch_norms: list[tuple[nn.Module, bool]] = []  # and whether each was in training mode
         self._trials_left = 0 if self._cutter.adds_up else _MOST_TRIALS
         self._has_warned = False  # that it is not known whether samples may be cut
@@ -232,9 +234,13 @@ class RecoverableStep(Generic[Sums]):
         """
         self._check_open()
         check_no_search()
-        if self._is_enabled and self._needs_dry_run(samples):
+        is_outdated = self._recovery is not None and self._is_outdated(samples)
+        if self._is_enabled and self._recovery is None:
             self.prepare(samples)
         self._number += 1
+        return self._run_step(samples, is_outdated=is_outdated)
+
+    def _run_step(self, samples: Any, *, is_outdated: bool) -> Sums:
         if self._limited is not None:
             self._limited.count([one.state for one in optimizers_within(self._loop.optimizers)])
         if self._recovery is None:
@@ -249,8 +255,14 @@ class RecoverableStep(Generic[Sums]):
         while True:
             micro_batches = self._cutter.cut(samples)
             attempt = self._recovery.attempt(
-                self._micro_steps(micro_batches), numbers=self._watch.last_step, is_even=self._cutter.is_even
+                self._micro_steps(micro_batches),
+                numbers=self._watch.last_step,
+                is_even=self._cutter.is_even,
+                is_outdated=is_outdated,
             )
+            if attempt is None:
+                self.prepare(samples)
+                return self._run_step(samples, is_outdated=False)
             is_changed = not self._gives_copies and versions(tensors) != unchanged
             self._gives_copies |= is_changed
             if not attempt.ran_out:
@@ -391,8 +403,8 @@ class RecoverableStep(Generic[Sums]):
         They show which collectives they issue, and whether samples may be cut into micro-batches: gradients and results
         of both samples must be the sum of those of each alone. It restores model, optimizers and random generators,
         and sets gradients to None. A collective: every rank must call it. If it has not been called, the first step
-        calls it with its own samples. So does each step after modules were added or parameters frozen or unfrozen, and
-        the next one that has two samples with gradients, if there were none.
+        calls it with its own samples. So does each step after modules were added, parameters frozen or unfrozen or
+        FSDP2's settings changed on any rank, and the next one that has two samples with gradients, if there were none.
 
         Raises:
             CannotCutError: samples must not be cut into micro-batches: the loss or a layer mixes them, or the loss is a
@@ -415,7 +427,8 @@ class RecoverableStep(Generic[Sums]):
             found = self._dry_run_with_samples_that_count(samples)
             self._recovery, used = found.recovery, found.used
             self._modules = _with_tensors(self._loop.model)
-            self._children = [(one._modules, [*one._modules.values()]) for one in self._loop.model.modules()]
+            self._children = [one._modules for one in self._loop.model.modules()]
+            self._all_children = _values(self._children)
         finally:
             drop_unused_states(self._loop.optimizers, used)
 
@@ -434,21 +447,17 @@ class RecoverableStep(Generic[Sums]):
             log.warning("An out-of-memory error will end the run. %s", self._must_stay_whole)
         self.disable()
 
-    def _needs_dry_run(self, samples: Any) -> bool:
-        """Whether there was none, what it has found may have changed, or only now two samples can be compared.
-
-        A collective.
-        """
-        if self._recovery is None:
-            return True
-        has_others = any([*now.values()] != before for now, before in self._children)  # the next line takes longer
-        if has_others and _with_tensors(self._loop.model) != self._modules:
+    def _is_outdated(self, samples: Any) -> bool:
+        """Whether what the dry run has found may have changed on this rank, or only now two samples can be compared."""
+        if _values(self._children) != self._all_children and _with_tensors(self._loop.model) != self._modules:
             return True  # whose buffers it does not restore
         if any(parameter.requires_grad is not was for parameter, was in self._is_trained.items()):
             return True  # other collectives reduce gradients
+        if self._recovery is not None and self._recovery.has_other_settings:
+            return True  # other collectives gather parameters
         if any(module.training is not was for module, was in self._batch_norms):
             return True  # samples may be mixed
-        return self._trials_left > 0 and self._loop.consensus.any_rank(self._cutter.num_to_try(samples) > 1)
+        return self._trials_left > 0 and self._cutter.num_to_try(samples) > 1
 
     def _dry_run_with_samples_that_count(self, samples: Any) -> DryRun:
         """A dry run with two samples that have gradients, if a few tries find them. A collective.
@@ -536,6 +545,10 @@ class RecoverableStep(Generic[Sums]):
             )
         if self._loop.consensus.any_rank(not has_samples):
             raise InputError("A rank has no samples for this optimizer step.")
+
+
+def _values(children: Iterable[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
+    return list(itertools.chain.from_iterable(map(dict.values, children)))
 
 
 def _with_tensors(model: nn.Module) -> list[nn.Module]:

@@ -149,6 +149,15 @@ class Trial:
         """Leave out what has been added to the gradients since the last micro-step."""
         self._before = _sums_of_gradients(self._model, self._device)
 
+    def starts_finite(self) -> bool:
+        """Leave out what has been added to the gradients since the last micro-step, and tell whether it is finite."""
+        self.start_here()
+        return bool(self._before.isfinite().all())
+
+    def forget_earlier(self) -> None:
+        """Note that all gradients have been dropped."""
+        self._before, self._has_earlier = 0, False
+
     def verdict(self, consensus: Consensus) -> Verdict:
         """Compare what was noted. A collective.
 
