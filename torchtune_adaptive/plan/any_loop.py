@@ -75,13 +75,12 @@ def plan_max_batch_size(
     traced = trace_loop(
         build_model, build_optimizer, train_step, make_batch, ranks=ranks, like_cuda=on_cuda, shows_progress=True
     )
-    overhead = None if on_cuda else Overhead()
     return plan_of_loop(
         traced,
         card,
         ranks=ranks,
         margin=margin,
-        overhead=overhead,
+        overhead=None if on_cuda else Overhead(),
         batch_sizes=batch_sizes,
         title=title or traced.model_name,
         assumptions=assumptions,
@@ -108,9 +107,8 @@ def plan_of_loop(
     overhead = overhead or card.overhead(ranks, has_group=ranks > 1)
     device = Device(name=card.name, memory_bytes=card.memory_bytes, margin=margin, overhead=overhead)
     sizes = BatchSizes(traced.step, device)
-    length = sizes.plan(
-        used=used or max(1, sizes.largest or 1), searches=used is None, tokens_per_step=None, asked=batch_sizes
-    )
+    most = used or sizes.largest or 1
+    length = sizes.plan(used=most, searches=used is None, tokens_per_step=None, asked=batch_sizes)
     return LoopPlan(
         title=title,
         world_size=ranks,

@@ -90,11 +90,10 @@ def lora_version(cfg: DictConfig) -> DictConfig | None:
     package, _, name = str(cfg.model._component_).rpartition(".")
     if not package.startswith("torchtune.models.") or not hasattr(importlib.import_module(package), f"lora_{name}"):
         return None
-    arguments = {key: value for key, value in cfg.model.items() if key != "_component_"}
-    for key, value in arguments.items():
+    model = dict(cfg.model) | {"_component_": f"{package}.lora_{name}"} | _LORA
+    for key in cfg.model:
         if str(key).endswith("_trainable"):  # a part of a model of texts and images
-            arguments[key] = "lora" if value else "frozen"
-    model = arguments | {"_component_": f"{package}.lora_{name}"} | _LORA
+            model[key] = "lora" if cfg.model[key] else "frozen"
     return _with(cfg, {"model": model, "optimizer_in_bwd": False})
 
 

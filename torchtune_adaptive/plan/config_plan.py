@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from torchtune_adaptive.engine.search.strategies import round_down_to_power_of_two
 from torchtune_adaptive.errors import require_integer
@@ -12,7 +12,7 @@ from torchtune_adaptive.plan.host_memory import HostPlan, plan_host
 from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
 from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.settings import AdaptiveSettings
-from torchtune_adaptive.stock.configs import data_parallel_ranks
+from torchtune_adaptive.stock.configs import data_parallel_ranks, resolved
 from torchtune_adaptive.training.batch.rank_shares import check_samples_per_step, largest_share
 
 # Row lengths to plan if neither the user nor the config gives any.
@@ -103,11 +103,7 @@ def as_traced(cfg: DictConfig, settings: AdaptiveSettings) -> DictConfig:
 
     Two need as much memory as more: from the second one on, gradients of earlier micro-steps are in memory.
     """
-    if not settings.may_cut:
-        return cfg
-    traced = OmegaConf.merge(cfg, {"gradient_accumulation_steps": 2})
-    assert isinstance(traced, DictConfig)
-    return traced
+    return DictConfig(resolved(cfg) | {"gradient_accumulation_steps": 2}) if settings.may_cut else cfg
 
 
 @dataclass(frozen=True)
@@ -131,8 +127,7 @@ class _Run:
         Raises:
             InputError: the config does not say how many samples a step has.
         """
-        micro_steps = cfg.get("gradient_accumulation_steps", 1)
-        batch_size = cfg.get("batch_size")
+        batch_size, micro_steps = cfg.get("batch_size"), cfg.get("gradient_accumulation_steps", 1)
         if batch_size is not None or not settings.use_maximum_batch_size:
             require_integer("batch_size", batch_size, minimum=1)
         if settings.global_batch_size is not None:
@@ -141,11 +136,7 @@ class _Run:
         return cls(settings, ranks, batch_size, micro_steps)
 
     def rows(self, largest: int | None, *, row_tokens: int) -> int:
-        """Rows per rank of a micro-step, if ``largest`` fit (None: any number). At least 1, so that there are figures.
-
-        Args:
-            row_tokens: tokens of a row.
-        """
+        """Rows per rank of a micro-step, if ``largest`` fit (None: any). At least 1, so that there are figures."""
         wanted, budget = self._wanted(largest), self.settings.max_tokens_per_micro_batch
         if budget is not None:
             in_step = self._share or wanted * self.micro_steps
