@@ -20,19 +20,9 @@ from torchtune_adaptive.plan.trace.fused_kernels import Kernel, Part, fused
 
 # Operations without the tag "pointwise" whose elements a kernel computes where they are read. `scatter` into a
 # constant, as in the backward pass of cross entropy, is a comparison with the index.
-_INLINED = {
-    "arange",
-    "bernoulli",
-    "cat",
-    "constant_pad_nd",
-    "copy",
-    "embedding",
-    "empty",
-    "full",
-    "full_like",
-    "gather",
-}
-_INLINED |= {"getitem", "index", "iota", "rand", "scalar_tensor", "scatter", "select_scatter", "slice_scatter"}
+_INLINED = {"arange", "bernoulli", "cat", "constant_pad_nd", "copy", "embedding", "empty", "full", "full_like"}
+_INLINED |= {"gather", "getitem", "index", "iota", "rand"}
+_INLINED |= {"scalar_tensor", "scatter", "select_scatter", "slice_scatter"}
 _REDUCTIONS = {"all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum", "var", "var_mean"}
 # A value that is used several times is kept if it is computed from more buffers than this: `realize_reads_threshold` of
 # torch._inductor.config.
@@ -110,9 +100,8 @@ class _Buffers:
 
     def __init__(self, graph: fx.Graph) -> None:
         made_at_once, made_at_end = _nodes_with_buffers(graph)
-        self._buffer_of: dict[
-            int, tuple[int, torch.Tensor]
-        ] = {}  # by storage: number, and the tensor for which it was made
+        # By storage: number, and the tensor for which it was made.
+        self._buffer_of: dict[int, tuple[int, torch.Tensor]] = {}
         self.nbytes: list[int] = []
         self.geometries: dict[int, _Geometry] = {}
         self.kernels: list[Kernel] = []

@@ -300,10 +300,7 @@ def _pairs(few: Events, more: Events, labels: Labels, other_labels: Labels) -> I
             return
         parts, other_parts = (
             [(name, range(run.start + part.start, run.start + part.stop)) for name, part in _grouped(names)]
-            for run, names in (
-                (short, labels[short.start : short.stop]),
-                (long, other_labels[long.start : long.stop]),
-            )
+            for run, names in ((short, _part_of(labels, short)), (long, _part_of(other_labels, long)))
         )
         if len(short) != len(long) and [name for name, _ in parts] == [name for name, _ in other_parts]:
             yield from zip((part for _, part in parts), (part for _, part in other_parts), strict=True)
@@ -326,11 +323,8 @@ def _part(event: Event) -> object:
 
 def _labels(events: Events) -> Labels:
     """What tells events apart from their neighbours, but not layers from each other."""
-    found: Labels = []
-    for event in events:
-        given = events[event.taken].operation if event.taken >= 0 else None
-        found.append((event.operation, event.kind, event.stream, given))
-    return found
+    given = (events[event.taken].operation if event.taken >= 0 else None for event in events)
+    return [(event.operation, event.kind, event.stream, one) for event, one in zip(events, given, strict=True)]
 
 
 def _with_bytes(labels: Labels, events: Events) -> Labels:

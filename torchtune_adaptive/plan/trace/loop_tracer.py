@@ -9,7 +9,7 @@ from torch import nn
 
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.plan.trace.fake_step import FakeStep
-from torchtune_adaptive.plan.trace.recorder import ON_HOST, StepTrace
+from torchtune_adaptive.plan.trace.recorder import ON_HOST, Kind, Mark, StepTrace
 
 
 class LoopTracer:
@@ -62,18 +62,15 @@ class LoopTracer:
             self._trace.mark(batch, "activations")
 
     def _traced(self, micro_batches: Sequence[Any]) -> StepTrace:
-        on_host = self._keeps_on_host
-        trace = StepTrace(like_cuda=self._mode.like_cuda, steps_on_host=on_host)
+        trace = StepTrace(like_cuda=self._mode.like_cuda, steps_on_host=self._keeps_on_host)
         model = self.loop.model
         trace.mark(list(model.buffers()), "parameters")
         trace.mark(list(map(_kept_by, model.modules())), "parameters")
-        trace.mark(list(model.parameters()), ON_HOST if on_host else "parameters")
+        trace.mark(list(model.parameters()), self._kept("parameters"))
         for one in self._frozen:
             trace.mark(list(one.buffers()), "frozen models")
-            trace.mark(list(one.parameters()), ON_HOST if on_host else "frozen models")
-        trace.mark(
-            [list(one.state.values()) for one in self.loop.optimizers], ON_HOST if on_host else "optimizer state"
-        )
+            trace.mark(list(one.parameters()), self._kept("frozen models"))
+        trace.mark([list(one.state.values()) for one in self.loop.optimizers], self._kept("optimizer state"))
         self._mark_gradients(trace)
         if self._counts_others:
             trace.mark_others(self._mode.storages)
@@ -87,7 +84,10 @@ class LoopTracer:
 
     def _mark_gradients(self, trace: StepTrace) -> None:
         gradients = [parameter.grad for parameter in self.loop.model.parameters()]
-        trace.mark(gradients, ON_HOST if self._keeps_on_host else "gradients")
+        trace.mark(gradients, self._kept("gradients"))
+
+    def _kept(self, kind: Kind) -> Mark:
+        return ON_HOST if self._keeps_on_host else kind
 
 
 def _kept_by(module: nn.Module) -> list[torch.Tensor]:

@@ -46,9 +46,8 @@ class OffloadedActivations(saved_tensors_hooks):
         if isinstance(packed, torch.Tensor):
             return packed
         number, shape, stride, dtype = packed
-        stashed = dict(self._stash).get(number)
+        tensor = dict(self._stash).get(number)
         self._stash.clear()
-        tensor = stashed
         if tensor is None:
             with torch.cpu.stream(self._stream):
                 tensor = torch.empty_strided(shape, stride, dtype=dtype)
