@@ -1,7 +1,6 @@
 """``tune-adaptive fastest``: find the settings that train fastest, and the command that trains with them."""
 
 import argparse
-import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +10,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cli.arguments import PROGRAM, Commands, add_command
-from torchtune_adaptive.cli.search import check_recipe, cleared_found_path, recipe_in
+from torchtune_adaptive.cli.search import check_recipe, cleared_found_path, config_in, print_command, recipe_in
 from torchtune_adaptive.errors import InputError, quote, require_integer, require_one_of
 from torchtune_adaptive.fastest.changes import KINDS, questions_of
 from torchtune_adaptive.files import write_atomically, writing
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.checks import check_config
-from torchtune_adaptive.stock.configs import config_of, data_parallel_ranks, resolved
+from torchtune_adaptive.stock.configs import data_parallel_ranks, resolved
 
 _HELP = """Find the settings that train fastest among those that leave the training as it is, up to rounding.
 
@@ -55,8 +54,7 @@ def run_fastest(arguments: Sequence[str]) -> None:
     options, rest = _own_options(arguments)
     torchrun_options, recipe, recipe_args = recipe_in(rest)
     check_recipe(recipe)
-    cfg = config_of(recipe_args)
-    assert cfg is not None, "the program answers --help"
+    cfg = config_in(recipe_args)
     settings = AdaptiveSettings.from_cfg(cfg)
     _refuse(settings)
     check_config(cfg, ranks=1)
@@ -104,8 +102,7 @@ def run_fastest(arguments: Sequence[str]) -> None:
         print("Stopped before all was tried: this is the fastest so far.")
     if hint := _hint(whole):
         print(hint)
-    command = ["tune", "run", *torchrun_options, recipe, "--config", str(path)]
-    print(f"To train with what was found:\n{shlex.join(command)}", flush=True)
+    print_command(torchrun_options, recipe, path)
 
 
 @contextmanager

@@ -147,8 +147,7 @@ def _cards(arguments: argparse.Namespace, settings: AdaptiveSettings) -> list[Ca
     if arguments.memory is None:
         if settings.memory_limit_bytes is None:
             raise missing_memory()
-        name = format_bytes(settings.memory_limit_bytes)
-        return [Card(name=name)]
+        return [Card(name=format_bytes(settings.memory_limit_bytes))]
     return list(map(Card.named, arguments.memory.split(",")))
 
 

@@ -51,8 +51,7 @@ def run_search(arguments: Sequence[str]) -> None:
     path = cleared_found_path(cfg)
     _tune_run([*torchrun_options, recipe, *recipe_args, *keys])
     if path.is_file():  # on the machine of rank 0
-        command = ["tune", "run", *torchrun_options, recipe, "--config", str(path)]
-        print(f"To train with what was found:\n{shlex.join(command)}", flush=True)
+        print_command(torchrun_options, recipe, path)
 
 
 def recipe_in(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -84,14 +83,15 @@ def _as_search(recipe_args: Sequence[str]) -> tuple[list[str], DictConfig]:
         InputError: the config is refused, or what its search finds cannot be put in a config.
     """
     keys = ["adaptive.search_only=True"]
-    if not AdaptiveSettings.from_cfg(_config(recipe_args)).searches:
+    if not AdaptiveSettings.from_cfg(config_in(recipe_args)).searches:
         keys.insert(0, "use_maximum_batch_size=True")
-    cfg = _config([*recipe_args, *keys])
+    cfg = config_in([*recipe_args, *keys])
     check_config(cfg, ranks=1)
     return keys, DictConfig(resolved(cfg))
 
 
-def _config(recipe_args: Sequence[str]) -> DictConfig:
+def config_in(recipe_args: Sequence[str]) -> DictConfig:
+    """The config that a recipe's arguments name."""
     cfg = config_of(recipe_args)
     assert cfg is not None, "the program answers --help"
     return cfg
@@ -112,6 +112,12 @@ def cleared_found_path(cfg: DictConfig) -> Path:
         check_writable(path)
         path.unlink(missing_ok=True)
     return path
+
+
+def print_command(torchrun_options: Sequence[str], recipe: str, path: Path) -> None:
+    """Print the command that trains with the config at ``path``."""
+    command = shlex.join(["tune", "run", *torchrun_options, recipe, "--config", str(path)])
+    print(f"To train with what was found:\n{command}", flush=True)
 
 
 def _tune_run(arguments: list[str]) -> None:

@@ -145,22 +145,24 @@ def _steps_figure(run: Run) -> "Figure":
 def _draw_events(run: Run, panels: Sequence["Axes"]) -> None:
     """Vertical lines through all panels, and a mark at the bottom of the last one for each checkpoint."""
     epochs = [one["step"] for before, one in pairwise(run.steps) if one["epoch"] > before["epoch"]]
-    lines = [("first step of an epoch", epochs, GREY, "-")]
-    for kind, label, colour, style in (
-        (OUT_OF_MEMORY, "out of memory", RED, "--"),
-        (THRASHING, "allocator thrashing", ORANGE, ":"),
-        ("resumed", "resumed", GREEN, "-."),
+    for label, steps, colour, style in (
+        ("first step of an epoch", epochs, GREY, "-"),
+        ("out of memory", _steps_of(run, OUT_OF_MEMORY), RED, "--"),
+        ("allocator thrashing", _steps_of(run, THRASHING), ORANGE, ":"),
+        ("resumed", _steps_of(run, "resumed"), GREEN, "-."),
     ):
-        lines.append((label, [event["step"] for event in run.of_kind(kind)], colour, style))
-    for label, steps, colour, style in lines:
         for axes in panels:
             for step in steps:
                 named = label if axes is panels[0] and step == steps[0] else None  # once in the legend
                 axes.axvline(step, color=colour, linestyle=style, linewidth=1.2, alpha=0.9, zorder=1.5, label=named)
-    if saved := [event["step"] for event in run.of_kind("checkpoint")]:
+    if saved := _steps_of(run, "checkpoint"):
         at_the_bottom = panels[-1].get_xaxis_transform()
         mark: dict[str, Any] = {"color": SOFT, "marker": "^", "linestyle": "none", "label": "checkpoint"}
         panels[-1].plot(saved, [0.04] * len(saved), transform=at_the_bottom, clip_on=False, zorder=3, **mark)
+
+
+def _steps_of(run: Run, event: str) -> list[int]:
+    return [one["step"] for one in run.of_kind(event)]
 
 
 def _integer_ticks() -> "MaxNLocator":

@@ -101,14 +101,12 @@ def _training(run: Run) -> Iterator[str]:
     if not run.steps:
         yield "No step is recorded."
         return
-    losses = run.column("loss")
-    if losses:
+    if losses := run.column("loss"):
         yield f"Loss {losses[0][1]:.4g} in step {losses[0][0]}, {losses[-1][1]:.4g} in step {losses[-1][0]}."
     if missing := sum("loss" in one and one["loss"] is None for one in run.steps):
         yield f"The loss was not finite in {count_text(missing, 'logged step')}."
     seconds = dict(run.column("seconds"))
-    rates = [(rate, seconds[step]) for step, rate in run.column("tokens_per_second_per_gpu") if seconds.get(step)]
-    if rates:
+    if rates := [(one, seconds[step]) for step, one in run.column("tokens_per_second_per_gpu") if seconds.get(step)]:
         mean = sum(rate * weight for rate, weight in rates) / sum(weight for _, weight in rates)
         low, high = min(rate for rate, _ in rates), max(rate for rate, _ in rates)
         yield f"{mean:,.0f} tokens per second per rank on average, {low:,.0f} to {high:,.0f} in logged steps."
@@ -144,8 +142,7 @@ def _saved(run: Run) -> Iterator[str]:
             yield f"step {event['step']}: resumed from {event.get('checkpoint')}"
         elif event.get("how") != "complete":
             yield f"step {event['step']}: {event.get('how')}"
-    names = [Path(str(event.get("path"))).name for event in run.of_kind("checkpoint")]
-    if names:
+    if names := [Path(str(event.get("path"))).name for event in run.of_kind("checkpoint")]:
         listed = names if len(names) <= _MOST_NAMES else ["...", *names[-_MOST_NAMES:]]
         yield f"{count_text(len(names), 'checkpoint')} saved: {', '.join(listed)}."
 
