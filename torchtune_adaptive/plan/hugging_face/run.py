@@ -11,8 +11,8 @@ from torchtune_adaptive.plan.hugging_face.run_keys import Arguments, RunKeys, Tr
 
 # Of reserved bytes. 0.7 % was the worst in benchmarks/results/trainer_accuracy_simulated.md; no real GPU was measured.
 UNCERTAINTY = 0.03
-# `max_length` of TRL's trainers by default; transformers' Trainer has none.
 _LONGEST_ROW = 2**24  # tokens; a plan makes such a row
+# `max_length` of TRL's trainers by default; transformers' Trainer has none.
 _DEFAULT_LENGTHS = MappingProxyType({"sft": 1024, "dpo": 1024, "transformers": 4096})
 
 
@@ -121,11 +121,10 @@ class HuggingFaceRun:
             parts.append(
                 "each layer sharded by FSDP2" if training.get("fsdp") else "a copy of the model on each rank (DDP)"
             )
-        rows = f"rows of {self.seq_len} tokens"
-        if self.usual_len < self.seq_len:
-            rows = (
-                f"rows of up to {self.seq_len} tokens" if self.mean_len is None else f"rows of {self.mean_len} tokens"
-            )
+        is_shorter = self.usual_len < self.seq_len
+        up_to = "up to " if is_shorter and self.mean_len is None else ""
+        rows = f"rows of {up_to}{self.mean_len or self.seq_len} tokens"
+        if is_shorter:
             rows += ", " + ("one after the other" if self._is_joined else "padded to the longest of a batch")
         return f"Assumed: {'; '.join(parts)}; all else as its arguments say, and {rows}."
 

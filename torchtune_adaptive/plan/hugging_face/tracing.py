@@ -54,11 +54,9 @@ class RunTracer:
         if self._whole_parameters != one + periods * (two - one):
             return None
         small, *others = self.sizes()
-        few, more, most = (
-            self.traced(first, sizes=(small, *others)),
-            self.traced(second, sizes=(small, 1)),
-            self.traced(third, sizes=(small,)),
-        )
+        few = self.traced(first, sizes=(small, *others))
+        more = self.traced(second, sizes=(small, 1))
+        most = self.traced(third, sizes=(small,))
         if extended(few.events(small), more.events(small), 2) != most.events(small):
             return None
         steps = {1: (few.events(1), more.events(1)), small: (few.events(small), more.events(small))}
@@ -129,12 +127,8 @@ class RunTracer:
             )
         replicas = training.options_of_ddp
         setup = () if replicas is None else setup_of_replicas(self._whole_packed, replicas)
-        step = replace(
-            traced.step,
-            state_exists=False,  # a trainer's first step makes the state
-            setup=setup,
-            loads=(self._loads,),
-        )
+        # A trainer's first step makes the state.
+        step = replace(traced.step, state_exists=False, setup=setup, loads=(self._loads,))
         return replace(traced, lengths=(step,))
 
     def few_layers(self) -> tuple[int, int, int] | None:

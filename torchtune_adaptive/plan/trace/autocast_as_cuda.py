@@ -53,11 +53,7 @@ _NAMED_DIMENSIONS = _names(
     """
 )
 # All their inputs are cast to the widest of their types.
-WIDEST = _names(
-    """
-    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-    """
-)
+WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 
 
 @contextmanager

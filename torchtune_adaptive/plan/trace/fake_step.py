@@ -185,12 +185,8 @@ class FakeStep(FakeTensorMode):
             return torch.equal(one, other)
 
     def _known(self, made: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        if (
-            made.is_floating_point()
-            or made.is_complex()
-            or made.fake_device.type != "cpu"
-            or made.numel() > _MOST_KNOWN
-        ):
+        is_whole = not (made.is_floating_point() or made.is_complex())
+        if not is_whole or made.fake_device.type != "cpu" or made.numel() > _MOST_KNOWN:
             return made
         with _disable_current_modes():
             real = func(*args, **kwargs)

@@ -26,7 +26,7 @@ _COPIED: MappingProxyType[str, tuple[tuple[str, ...], tuple[str, ...]]] = Mappin
 def host_figures(
     cfg: DictConfig,
     models: Sequence[nn.Module],
-    optimizers: Iterable[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer],
     *,
     activation_bytes_per_token: Iterable[int],
 ) -> dict[str, int]:
@@ -36,7 +36,6 @@ def host_figures(
         activation_bytes_per_token: bytes per token of each activation that a forward pass offloads.
     """
     trained, *frozen = models
-    optimizers = list(optimizers)
     parameters = [parameter for model in models for parameter in model.parameters()]
     buffers = [buffer for model in models for buffer in model.buffers()]
     with_gradients = [parameter for parameter in parameters if parameter.requires_grad]
