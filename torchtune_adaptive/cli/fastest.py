@@ -60,15 +60,12 @@ def run_fastest(arguments: Sequence[str]) -> None:
     check_config(cfg, ranks=1)
     whole = DictConfig(resolved(cfg))
     ranks = _ranks(torchrun_options, recipe)
-    rows, micro_steps = (
-        require_integer(key, whole.get(key, 1), minimum=1) for key in ("batch_size", "gradient_accumulation_steps")
-    )
+    samples = settings.global_batch_size or _samples_of_step(whole, ranks)
     path = cleared_found_path(whole)
 
     from torchtune_adaptive.fastest.climb import Climb, Outcome, summary  # torch takes seconds to import
     from torchtune_adaptive.fastest.set_up import SetUps
 
-    samples = settings.global_batch_size or rows * micro_steps * data_parallel_ranks(whole, ranks)
     set_ups = SetUps(torchrun_options, recipe, cfg, samples, path.parent)
 
     def measure(words: str, values: Mapping[str, Any]) -> Outcome:
@@ -195,6 +192,19 @@ def _ranks(torchrun_options: Sequence[str], recipe: str) -> int:
     except ValueError as error:
         raise InputError(f"`--nproc_per_node` {quote(options.nproc_per_node)} is no number of ranks here.") from error
     return require_integer("--nproc_per_node", ranks, minimum=1)
+
+
+def _samples_of_step(cfg: DictConfig, ranks: int) -> int:
+    """Samples of an optimizer step over all ranks, by torchtune's keys.
+
+    Raises:
+        InputError: a key is no number of rows or micro-steps.
+    """
+    rows = require_integer("batch_size", cfg.get("batch_size"), minimum=1)
+    micro_steps = require_integer(
+        "gradient_accumulation_steps", cfg.get("gradient_accumulation_steps", 1), minimum=1
+    )
+    return rows * micro_steps * data_parallel_ranks(cfg, ranks)
 
 
 def _hint(cfg: DictConfig) -> str:

@@ -166,7 +166,10 @@ _NUM_WORKSPACES = 2  # the threads of forward and backward passes multiply matri
 # How far reserved bytes may be off, as a fraction of them; see benchmarks/results/plan_accuracy_simulated.md.
 _UNCERTAINTY = 0.01
 # Settings of torch's allocator that its model lacks.
-_NOT_MODELLED = ("max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold", "backend")
+_NOT_MODELLED = (
+    *("max_split_size_mb", "max_non_split_rounding_mb", "large_segment_size_mb", "roundup_power2_divisions"),
+    *("garbage_collection_threshold", "backend"),
+)
 
 
 def _allocator_settings() -> dict[str, str]:

@@ -19,19 +19,23 @@ def first_that_fits(changes: Iterable[PlannedChange]) -> Iterator[PlannedChange]
         yield last
 
 
-def enough_ranks(planned: Plan) -> Iterator[int]:
+def enough_ranks(planned: Plan, *, is_sharded: bool = True) -> Iterator[int]:
     """Twice as many ranks, four times as many and so on, from the first that could be enough.
 
-    More ranks shorten what is sharded, but not what one row needs on every rank.
+    More ranks shorten what is sharded, but not what one row needs on every rank. If each rank has a copy until now, as
+    many ranks as there are come first, and buckets for gradients go.
     """
     one_row = planned.size(1)
-    sharded_bytes = sum(num_bytes for kind, num_bytes in one_row.kinds.items() if kind in _SHARDED)
-    ranks = planned.world_size
-    while (ranks := 2 * ranks) <= _MOST_RANKS:
-        saved_bytes = sharded_bytes * (1 - planned.world_size / ranks)
+    kinds = _SHARDED if is_sharded else (*_SHARDED, "other tensors")
+    sharded_bytes = sum(num_bytes for kind, num_bytes in one_row.kinds.items() if kind in kinds)
+    shards = planned.world_size if is_sharded else 1
+    ranks = max(2 * shards, planned.world_size)
+    while ranks <= _MOST_RANKS:
+        saved_bytes = sharded_bytes * (1 - shards / ranks)
         saved_bytes *= one_row.reserved_bytes / one_row.allocated_bytes
         if one_row.process_bytes - saved_bytes <= planned.device.usable_bytes:
             yield ranks
+        ranks *= 2
 
 
 def shorter_rows(planned: Plan, seq_len: int) -> Iterator[int]:

@@ -52,7 +52,7 @@ def ways_to_fit(run: HuggingFaceRun, planned: Plan, plan: Callable[[HuggingFaceR
     if not has.is_quantized:
         yield from first_that_fits(
             change(f"fsdp=True on {ranks} ranks", ranks=ranks, keys=run.keys | {"fsdp": True})
-            for ranks in enough_ranks(planned)
+            for ranks in enough_ranks(planned, is_sharded=bool(run.run_keys.training.get("fsdp")))
         )
     yield from first_that_fits(
         change(f"rows of {seq_len} tokens", seq_len=seq_len, mean_len=run.mean_len and min(run.mean_len, seq_len))

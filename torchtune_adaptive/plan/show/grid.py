@@ -36,6 +36,7 @@ def grid_text(plans: Grid) -> str:
         f"Host memory: a machine's peak, {_of_machine(all_plans)}. {offload_note(all_plans)}".strip(),
         "",
         *_overheads(all_plans),
+        *dict.fromkeys(one.assumptions for one in all_plans if one.assumptions),
     ]
     return "\n".join(lines)
 

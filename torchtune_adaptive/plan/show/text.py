@@ -178,7 +178,7 @@ def _device(plan: Plan) -> str:
     device = plan.device
     memory_bytes = device.limit_bytes if device.memory_bytes is None else device.memory_bytes
     ranks = f"{count_text(plan.world_size, 'rank')} of {format_bytes(memory_bytes)}"
-    limit = "" if device.limit_bytes == memory_bytes else f", limited to {format_bytes(device.limit_bytes)}"
+    limit = "" if device.limit_bytes >= memory_bytes else f", limited to {format_bytes(device.limit_bytes)}"
     margin = format_bytes(device.limit_bytes - device.usable_bytes)
     of = " of what torch's allocator may use" if device.overhead.caches else ""
     return f"{ranks}{limit}; a search keeps {100 * device.margin:g} %{of} free ({margin})"

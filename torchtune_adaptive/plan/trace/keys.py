@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import InputError, quote, require_bool
+from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import resolved
 
 # A trace runs these, or the figures of host memory count them.
@@ -83,6 +84,7 @@ def traced_content(cfg: DictConfig) -> dict[str, Any]:
     found = {key: content[key] for key in TRACED if key in content and key != "dataset"}
     found["packed"] = is_packed(content)
     found["max_images"] = max_images(content)
+    found["cuts_samples"] = AdaptiveSettings.from_cfg(cfg).cuts_samples  # by which objectives count otherwise
     found["gradient_accumulation_steps"] = min(2, content.get("gradient_accumulation_steps") or 1)
     return found
 
