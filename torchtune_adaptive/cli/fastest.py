@@ -201,9 +201,7 @@ def _samples_of_step(cfg: DictConfig, ranks: int) -> int:
         InputError: a key is no number of rows or micro-steps.
     """
     rows = require_integer("batch_size", cfg.get("batch_size"), minimum=1)
-    micro_steps = require_integer(
-        "gradient_accumulation_steps", cfg.get("gradient_accumulation_steps", 1), minimum=1
-    )
+    micro_steps = require_integer("gradient_accumulation_steps", cfg.get("gradient_accumulation_steps", 1), minimum=1)
     return rows * micro_steps * data_parallel_ranks(cfg, ranks)
 
 

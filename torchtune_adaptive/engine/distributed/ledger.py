@@ -71,7 +71,7 @@ class Ledger(ABC):
         self.is_last = True
         self.counts = IssuedCounts()
         self.unused: set[nn.Parameter] = set()
-        self.groups: set[dist.ProcessGroup] = set()  # in which it issues collectives
+        self.groups: set[Any] = set()  # process groups in which it issues collectives
         self.expected_numbers: tuple[Counter[Any], Counter[Any]] | None = None  # of collectives of any code in them
         self._first: Counter[Any] = Counter()
         self._issued: list[AnyCollective] = []

@@ -26,11 +26,10 @@ from torchtune_adaptive.engine.memory.out_of_memory import (
     is_out_of_memory_in_collective,
 )
 from torchtune_adaptive.engine.recovery.micro_steps import collectives_of
-from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.errors import reason_of
 
 log = logging.getLogger(__name__)
 
-NO_SAMPLES = "This optimizer step has no samples."
 
 Result = TypeVar("Result")
 
@@ -88,39 +87,19 @@ class Recovery:
         self._kept = KeptBuffers(self._buffers) if self._kept is None else self._kept.renewed()
         self._attributes.save()
 
-    def attempt(
-        self,
-        micro_steps: Sequence[Callable[[], Result]],
-        *,
-        numbers: Sequence[int] = (),
-        is_even: bool = True,
-        is_outdated: bool = False,
-    ) -> Attempt[Result] | None:
-        """Run ``micro_steps`` on every rank, and agree on the outcome.
+    def attempt(self, micro_steps: Sequence[Callable[[], Result]], *, numbers: Sequence[int] = ()) -> Attempt[Result]:
+        """Run ``micro_steps``, equally many on every rank, and agree on the outcome.
 
         A collective; it adds one all-reduce on the CPU. If any rank ran out of memory, the gradients on all ranks are
         None afterwards, all that ``start_step`` has saved is as it was then, and the model can run a new step.
 
         Args:
             numbers: this rank's, equally many on every rank; they are compared in the same all-reduce.
-            is_even: whether all ranks are known to have equally many micro-steps. Otherwise they compare the numbers
-                first, which adds another all-reduce.
-            is_outdated: whether this rank needs a dry run first. If any rank does, nothing is run, and the result is
-                None. Ranks that ``is_even`` must all need one.
 
         Raises:
             CollectiveStateUnknownError: this rank cannot issue the same collectives as its peers. It must exit, and the
                 launcher then ends the others.
-            InputError: some rank has fewer micro-steps than another, or none has any. Raised on every rank.
         """
-        if not is_even:
-            negated_fewest, most, is_outdated = self._consensus.begin_max(
-                -len(micro_steps), len(micro_steps), int(is_outdated)
-            )()
-            if not is_outdated:
-                _check_numbers(-negated_fewest, most)
-        if is_outdated:
-            return None
         attempt = Attempt[Result]()
         self._settings = KeptSettings(self._states)
         for number, micro_step in enumerate(micro_steps, start=1):
@@ -210,11 +189,3 @@ class Recovery:
     def close(self) -> None:
         """Restore the model's own communication functions."""
         self._ledger.detach()
-
-
-def _check_numbers(fewest: int, most: int) -> None:
-    """Check the numbers of micro-steps on the ranks that have the fewest and the most."""
-    if not most:
-        raise InputError(NO_SAMPLES)
-    if fewest != most:
-        raise InputError(f"Ranks must have equally many micro-steps, but one has {fewest} and another {most}.")

@@ -176,16 +176,20 @@ def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+def _is_tensor_dict(batch: Any) -> bool:
+    """Whether a batch is a mapping that checks the length of each column, as ``tensordict.TensorDict`` does."""
+    return isinstance(batch, Mapping) and hasattr(type(batch), "batch_size")
+
+
 def _with_values(batch: Any, values: dict[str, Any]) -> Any:
     """A copy of the batch with other values."""
     if type(batch) is dict:
         return values
     if isinstance(batch, tuple):
         return type(batch)(**values)
-    if isinstance(batch, Mapping) and hasattr(batch, "batch_size"):  # a TensorDict checks each column's length
+    if _is_tensor_dict(batch):
         lengths = [len(one) for one in values.values() if _is_array(one)]
-        sizes = [*lengths[:1], *getattr(batch, "batch_size")[1:]]  # noqa: B009 - unknown to pyright
-        return type(batch)(values, batch_size=sizes)  # pyright: ignore[reportCallIssue]
+        return type(batch)(values, batch_size=[*lengths[:1], *batch.batch_size[1:]])
     try:
         changed = copy.copy(batch)
         for name, value in values.items():

@@ -234,7 +234,8 @@ def _run(
                 outcome = run_or_abort_together(run_and_record, consensus)
         except Exception:
             settings.restore()
-            if trial is not None and (layer := trial.mixing_layer):
+            # One sample may be too few for such a layer. All ranks are here: those without an error of their own, too.
+            if trial is not None and (layer := consensus.first_reason(trial.mixing_layer)):
                 raise cannot_cut(layer) from None
             raise
         finally:

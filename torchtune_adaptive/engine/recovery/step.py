@@ -20,7 +20,7 @@ from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes
 from torchtune_adaptive.engine.loop import Loop, check_no_search, compile_each_size, sum_of_results
 from torchtune_adaptive.engine.memory.devices import computing_device, optimizers_of
 from torchtune_adaptive.engine.optimizers import optimizers_within
-from torchtune_adaptive.engine.recovery.attempts import NO_SAMPLES, Attempt, Recovery
+from torchtune_adaptive.engine.recovery.attempts import Attempt, Recovery
 from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.engine.recovery.columns import copied, gradients_of, tensors_in, versions, was_changed
 from torchtune_adaptive.engine.recovery.dry_run import DryRun, allocate_states, dry_run
@@ -45,6 +45,7 @@ from torchtune_adaptive.text import parse_memory
 log = logging.getLogger(__name__)
 
 Sums = TypeVar("Sums")
+_NO_SAMPLES = "This optimizer step has no samples."
 _MOST_TRIALS = 8  # until it is known whether samples may be cut
 _MOST_SAMPLES = 8  # that a trial takes, until two of them have gradients
 
@@ -254,15 +255,10 @@ class RecoverableStep(Generic[Sums]):
         unchanged, gradients = versions(tensors), gradients_of(tensors)
         while True:
             micro_batches = self._cutter.cut(samples)
-            attempt = self._recovery.attempt(
-                self._micro_steps(micro_batches),
-                numbers=self._watch.last_step,
-                is_even=self._cutter.is_even,
-                is_outdated=is_outdated,
-            )
-            if attempt is None:
+            if self._any_outdated(is_outdated, len(micro_batches)):
                 self.prepare(samples)
                 return self._run_step(samples, is_outdated=False)
+            attempt = self._recovery.attempt(self._micro_steps(micro_batches), numbers=self._watch.last_step)
             is_changed = not self._gives_copies and versions(tensors) != unchanged
             self._gives_copies |= is_changed
             if not attempt.ran_out:
@@ -282,9 +278,29 @@ class RecoverableStep(Generic[Sums]):
             self._note_once(attempt)
         return cast(Sums, attempt.result)
 
+    def _any_outdated(self, is_outdated: bool, num_micro_steps: int) -> bool:
+        """Whether what the dry run has found may have changed on any rank. Checks the micro-steps if not. A collective.
+
+        Raises:
+            InputError: some rank has fewer micro-steps than another, or none has any. Raised on every rank.
+        """
+        if self._cutter.is_even:  # that of recipes, whose ranks change alike
+            return is_outdated
+        own = -num_micro_steps, num_micro_steps, int(is_outdated)
+        negated_fewest, most, any_outdated = self._loop.consensus.begin_max(*own)()
+        if any_outdated:
+            return True
+        if not most:
+            raise InputError(_NO_SAMPLES)
+        if -negated_fewest != most:
+            raise InputError(
+                f"Ranks must have equally many micro-steps, but one has {-negated_fewest} and another {most}."
+            )
+        return False
+
     def _run_without_recovery(self, samples: Any) -> Sums:
         if not (micro_batches := self._cutter.cut(samples)):
-            raise InputError(NO_SAMPLES)
+            raise InputError(_NO_SAMPLES)
         self._check_whole(samples)
         *first, last = self._micro_steps(micro_batches)
         result = None
@@ -545,6 +561,10 @@ class RecoverableStep(Generic[Sums]):
             )
         if self._loop.consensus.any_rank(not has_samples):
             raise InputError("A rank has no samples for this optimizer step.")
+        are_trained = tuple(parameter.requires_grad for parameter in self._loop.model.parameters())
+        smallest, largest = self._loop.consensus.min_and_max(hash(are_trained))
+        if smallest != largest:
+            raise InputError("Ranks must train the same parameters, but their `requires_grad` differs between ranks.")
 
 
 def _values(children: Iterable[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
