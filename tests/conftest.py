@@ -81,6 +81,16 @@ def no_process_group_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.fixture
+def group_of_one(tmp_path: Path) -> Iterator[None]:
+    """A process group with this process alone."""
+    import torch.distributed as dist  # takes seconds; not every process needs it
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def hugging_face_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Prepared data sets go to a directory of the session, here and in processes started by tests."""

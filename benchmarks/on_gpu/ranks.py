@@ -16,7 +16,8 @@ from benchmarks.on_gpu.observed import Observed
 from benchmarks.on_gpu.random_recipe import events_of, let_go, live_random_recipe, logged, random_config
 from benchmarks.on_gpu.stage import Section, Stage, compute_alike
 from benchmarks.on_gpu.staged import stage_collectives
-from tests.support.recipe_runs import local_parameters, same_bits
+from tests.support.faults import same_bits
+from tests.support.recipe_runs import local_parameters
 
 BATCH_SIZE, EPOCHS, STEPS = 8, 2, 5  # rows per rank, steps per epoch
 FORWARD_STEP, BACKWARD_STEP = 2, 4  # of the first epoch, in which the tensor is made before that phase

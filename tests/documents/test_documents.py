@@ -6,11 +6,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
@@ -49,17 +48,9 @@ def test_every_link_leads_to_a_file_and_a_heading_of_it(document: Path) -> None:
 # ---- blocks
 
 
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("document", [one for one in PRESENT if blocks(one, "python")], ids=name_of)
-def test_the_python_of_a_document_runs(document: Path, process_group: None) -> None:
+def test_the_python_of_a_document_runs(document: Path, group_of_one: None) -> None:
     names = document_names()
     for block in blocks(document, "python"):
         exec(compile("\n" * block.line + block.text, str(document), "exec"), names)

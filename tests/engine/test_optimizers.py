@@ -7,13 +7,11 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -25,6 +23,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch imports its deprecated optimizers for TorchScript as well
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
+pytestmark = pytest.mark.usefixtures("group_of_one")  # which ``ZeroRedundancyOptimizer`` needs
 Parameters = list[nn.Parameter]
 
 
@@ -174,15 +173,6 @@ def picture(value: Any, seen: dict[int, Any]) -> Any:
 def picture_of(trainee: Trainee) -> Any:
     """Everything that the optimizer holds, without the weights of the model."""
     return picture(trainee.optimizer, {id(one): one for one in trainee.model.parameters()})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group with this process alone, which ``ZeroRedundancyOptimizer`` needs."""
-    store: Path = tmp_path_factory.mktemp("group") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(params=OPTIMIZERS, ids=lambda one: one.__name__)

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune.modules import KVCache, attention
 
+from tests.support.faults import same_bits
 from tests.support.ppo_runs import (
     ANSWERS_PER_STEP,
     LIMIT_BYTES,
@@ -19,7 +20,7 @@ from tests.support.ppo_runs import (
     ppo_config,
 )
 from tests.support.ranks import run_alone
-from tests.support.recipe_runs import local_parameters, same_bits
+from tests.support.recipe_runs import local_parameters
 from tests.support.run_logs import events_in
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.errors import InputError

@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from tests.support.faults import same_bits
 from tests.support.ppo_runs import (
     ANSWERS,
     LIMIT_BYTES,
@@ -22,7 +23,7 @@ from tests.support.ppo_runs import (
     ppo_config,
 )
 from tests.support.ranks import run_alone
-from tests.support.recipe_runs import RecordingLogger, local_parameters, same_bits
+from tests.support.recipe_runs import RecordingLogger, local_parameters
 from tests.support.run_logs import events_in
 from tests.support.toys import STATE
 from tests.training.checkpoints.test_checkpoint_folder import save

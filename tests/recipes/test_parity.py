@@ -10,12 +10,12 @@ import pytest
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from tests.support.faults import same_bits
 from tests.support.ranks import run_alone, run_on_ranks
 from tests.support.recipe_runs import (
     SHALLOW,
     adaptive_recipe,
     finished,
-    same_bits,
     shallow_assets,
     stock_recipe,
     tiny_config,

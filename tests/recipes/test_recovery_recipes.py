@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 
 from tests.support.checkout import tune_run
+from tests.support.faults import same_bits
 from tests.support.ranks import run_on_ranks
 from tests.support.recipe_runs import (
     SHALLOW,
     adaptive_recipe,
     finished,
-    same_bits,
     shallow_assets,
     tiny_config,
     with_micro_batches,

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 
+from tests.support.faults import same_bits
 from tests.support.ranks import RanksFailedError, run_on_ranks
 from tests.support.recipe_runs import (
     SHALLOW,
@@ -18,7 +19,6 @@ from tests.support.recipe_runs import (
     finished,
     local_parameters,
     resuming_config,
-    same_bits,
     set_up,
     shallow_assets,
     stock_recipe,

@@ -25,27 +25,22 @@ def open_to_all() -> int:
     return sum(set(line[1].partition(":")[0]) == {"0"} for line in listening)
 
 
-def group_of_one(launcher: dict[str, str]) -> tuple[float, int]:
+def started_alone(launcher: dict[str, str]) -> tuple[float, int, int]:
+    """A sum over the ranks, the ports that are open to all, and those with a store of torch's own."""
     os.environ.update(launcher)
     start_process_group("gloo")
     dist.all_reduce(value := torch.ones(()))
-    return value.item(), open_to_all()
-
-
-def store_of_torch() -> int:
+    own_ports = open_to_all()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # pyright: ignore[reportPrivateImportUsage]  # public
-    return open_to_all() if store.port else -1
+    assert store.port
+    return value.item(), own_ports, open_to_all()
 
 
 @pytest.mark.parametrize(
     "left_over", [{"MASTER_ADDR": "no.such.host.invalid"}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "x"}]
 )
 def test_a_rank_that_is_alone_needs_no_address_and_opens_no_port(left_over: dict[str, str]) -> None:
-    assert run_alone(group_of_one, left_over) == (1.0, 0)
-
-
-def test_a_port_that_is_open_to_others_would_be_seen() -> None:
-    assert run_alone(store_of_torch) == 1
+    assert run_alone(started_alone, left_over) == (1.0, 0, 1)
 
 
 def refused_group(variables: dict[str, str]) -> str:

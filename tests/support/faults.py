@@ -122,6 +122,12 @@ def under(faults: Mapping[int, Fault], number: int, run: Callable[[], Result]) -
         return run()
 
 
-def same_bits(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Whether all tensors are equal, bit for bit."""
-    return len(ones) == len(others) and all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+Tensors = TypeVar("Tensors", list[torch.Tensor], dict[str, torch.Tensor])
+
+
+def same_bits(ones: Tensors, others: Tensors) -> bool:
+    """Whether all tensors of both lists, or dictionaries, are equal, bit for bit."""
+    if isinstance(ones, dict):
+        assert isinstance(others, dict)
+        return ones.keys() == others.keys() and same_bits(list(ones.values()), [others[name] for name in ones])
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))

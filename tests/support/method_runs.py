@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.support.faults import same_bits
 from tests.support.ranks import run_alone, run_on_ranks
 from tests.support.recipe_runs import (
     COMMON,
@@ -25,7 +26,6 @@ from tests.support.recipe_runs import (
     metered_peaks,
     meters_of_recipes,
     resuming_config,
-    same_bits,
     set_up,
     stock_recipe,
     tiny_config,

@@ -222,11 +222,6 @@ def local_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Whether both hold the same tensors, bit for bit."""
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
 def loop_of(recipe: Any, *, is_metered: bool = True) -> Loop:
     """The loop of the train step of a recipe that is set up, with an exact meter of its own or with none."""
     step: TrainStep = recipe.trainer.step

@@ -1,11 +1,9 @@
 """Small stand-ins that several unit tests use."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-import torchtune
+import torch
 from torch import nn
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
@@ -76,7 +74,7 @@ class OneOf(Consensus):
         return max(number, *self._others)
 
     def from_all_ranks(self, value: Any) -> list[Any]:
-        return [value, *self._others]
+        return [*self._others[: self.rank], value, *self._others[self.rank :]]
 
 
 class Samples:
@@ -115,15 +113,6 @@ def search_options(**changed: Any) -> SearchOptions:
     return SearchOptions(**options | changed)
 
 
-def without_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torchtune's parts for images be imported anew, without torchvision."""
-    for name in list(sys.modules):
-        if name.startswith(("torchvision", "torchtune.models", "torchtune.modules.transforms")):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr(torchtune, "models", raising=False)
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-
-
 class CachingMeter(CpuMeter):
     """The meter of a device of 1 KiB, whose allocator has freed its cache ``retries`` times, and a clock."""
 
@@ -141,3 +130,17 @@ class CachingMeter(CpuMeter):
     @property
     def peak_bytes(self) -> int:
         return 512
+
+
+class Prepared(torch.optim.Optimizer):
+    """As accelerate's: it has called no ``__init__`` of torch, and its inner optimizer does the work."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)

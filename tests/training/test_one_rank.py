@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import training
 
+from tests.support.faults import same_bits
 from tests.support.ranks import run_on_ranks
 from tests.support.recipe_runs import (
     SHALLOW,
     Step,
     adaptive_recipe,
     finished,
-    same_bits,
     shallow_assets,
     stock_recipe,
     tiny_config,

@@ -1,10 +1,7 @@
 """A version of torch that leaks host memory in sharded steps is named."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -12,12 +9,10 @@ from torch.distributed.tensor import distribute_tensor
 from torchtune_adaptive.training.optimizers import leak_warning
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.optim.Optimizer]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/file", rank=0, world_size=1)
+@pytest.fixture
+def sharded(group_of_one: None) -> torch.optim.Optimizer:
     tensor = distribute_tensor(torch.zeros(2), init_device_mesh("cpu", (1,)))
-    yield torch.optim.SGD([nn.Parameter(torch.zeros(2)), nn.Parameter(tensor)], lr=0.1)
-    dist.destroy_process_group()
+    return torch.optim.SGD([nn.Parameter(torch.zeros(2)), nn.Parameter(tensor)], lr=0.1)
 
 
 @pytest.mark.parametrize(

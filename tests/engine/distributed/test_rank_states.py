@@ -6,28 +6,12 @@ from typing import Any
 import torch
 
 from tests.engine.distributed.test_snapshot import draw, seed_all
+from tests.support.toys import OneOf
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.rank_states import RankStates
 from torchtune_adaptive.engine.distributed.snapshot import RandomStates
 
 CPU = torch.device("cpu")
-
-
-class Rank(Consensus):
-    """One rank of several; ``others`` are the values of the other ranks."""
-
-    def __init__(self, rank: int, *others: Any) -> None:
-        super().__init__()
-        self._of, self._others = rank, others
-
-    @property
-    def rank(self) -> int:
-        return self._of
-
-    def from_all_ranks(self, value: Any) -> list[Any]:
-        values = list(self._others)
-        values.insert(self._of, value)
-        return values
 
 
 def through_file(value: Any) -> Any:
@@ -67,17 +51,17 @@ def test_each_rank_gets_its_own_state_and_an_additional_one_keeps_its_generators
     first = states_of().now(longest_row_tokens=10)[0]
     expected_first = draw()
     seed_all(2)
-    saved = through_file(states_of(Rank(1, first)).now(longest_row_tokens=20))
+    saved = through_file(states_of(OneOf(1, 2, first)).now(longest_row_tokens=20))
     expected_second = draw()
     assert [one["longest_row_tokens"] for one in saved] == [10, 20]
     for rank, (length, expected) in enumerate(((10, expected_first), (20, expected_second))):
-        resumed = states_of(Rank(rank, first))
+        resumed = states_of(OneOf(rank, 2, first))
         own = resumed.load(saved)
         assert own is not None
         assert own["longest_row_tokens"] == length
         resumed.restore()
         assert draw() == expected
-    additional = states_of(Rank(2, *saved))
+    additional = states_of(OneOf(2, 3, *saved))
     assert additional.load(saved) is None
     seed_all(3)
     expected = draw()

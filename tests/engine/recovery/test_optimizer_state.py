@@ -1,12 +1,10 @@
 """An optimizer whose state was made before training trains to the same bits as one that made it at its first step."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -224,14 +222,6 @@ def test_out_of_memory_half_way_leaves_nothing_behind(options: dict[str, Any]) -
 
 
 # ---- optimizers that cannot train the model
-
-
-@pytest.fixture
-def group_of_one(tmp_path: Path) -> Iterator[None]:
-    """A process group with this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Holding(SGD):

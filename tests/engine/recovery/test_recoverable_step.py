@@ -27,6 +27,7 @@ from tests.support.documents import REPOSITORY, blocks
 from tests.support.faults import WIDTH, same_bits, tensors_of, under
 from tests.support.layers import RunningMean
 from tests.support.ranks import DEVICE, run_alone, run_on_ranks
+from tests.support.toys import Prepared
 from torchtune_adaptive import (
     InputError,
     MemoryEvent,
@@ -367,13 +368,6 @@ def test_where_one_micro_step_fits_a_second_one_beside_its_gradients_need_not(
         assert [one.grad is not None and one.grad.unique().item() for one in model.parameters()] == [4.0]
 
 
-class _Prepared(torch.optim.Optimizer):
-    """As accelerate's: it has called no ``__init__`` of torch, and its inner optimizer does the work."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-
 class _OfLightning(torch.optim.AdamW):
     """As Lightning's, which shares what its inner optimizer has."""
 
@@ -383,7 +377,7 @@ class _OfLightning(torch.optim.AdamW):
         self.__dict__ = {**vars(optimizer), "optimizer": optimizer}
 
 
-@pytest.mark.parametrize("wrapper", [_Prepared, _OfLightning])
+@pytest.mark.parametrize("wrapper", [Prepared, _OfLightning])
 def test_of_an_optimizer_in_a_trainers_wrapper_torchs_own_is_used(wrapper: Any) -> None:
     optimizer = torch.optim.AdamW(nn.Linear(4, 1).parameters())
     assert optimizers_of(wrapper(optimizer)) == [optimizer]

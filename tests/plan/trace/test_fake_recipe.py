@@ -1,10 +1,12 @@
 """A config's step over fake tensors: extrapolated from few layers where they repeat, and of the right kinds."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torchtune
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +14,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torchtune import config
 
 from tests.support.ranks import run_alone
-from tests.support.toys import without_torchvision
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.replay import StepMemory, exact
@@ -232,7 +233,11 @@ def test_a_config_that_cannot_be_planned_is_refused_with_the_reason(kinds: dict[
 
 
 def test_without_torchvision_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_torchvision(monkeypatch)
+    for name in list(sys.modules):  # torchtune's parts for images are imported anew
+        if name.startswith(("torchvision", "torchtune.models", "torchtune.modules.transforms")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(torchtune, "models", raising=False)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(InputError, match=r"vision_11b' cannot be imported: ModuleNotFoundError: .*torchvision"):
         layers_limited_to(1, "torchtune.models.llama3_2_vision.llama3_2_vision_11b").__enter__()
 

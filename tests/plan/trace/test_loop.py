@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.toys import Prepared
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.errors import InputError
@@ -98,22 +99,8 @@ def metered(num_samples: int, step: Callable[..., object], optimizer_of: Callabl
     return meter.phase_peak_bytes
 
 
-class Wrapped(torch.optim.Optimizer):
-    """As accelerate's: it has called no ``__init__`` of torch, and its inner optimizer does the work."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.param_groups = optimizer.param_groups
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-
 def test_of_an_optimizer_in_a_trainers_wrapper_torchs_own_is_traced() -> None:
-    wrapped = traced(build_optimizer=lambda model: Wrapped(build_optimizer(model)))
+    wrapped = traced(build_optimizer=lambda model: Prepared(build_optimizer(model)))
     assert wrapped.lengths == traced().lengths
 
 
@@ -548,14 +535,11 @@ def test_what_is_no_loop_is_refused(changes: dict[str, Any], sentence: str):
     assert str(refused.value).startswith(sentence)
 
 
-def test_several_ranks_are_refused_in_a_process_that_has_a_group(tmp_path: Path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        with pytest.raises(InputError) as refused:
-            traced(ranks=2)
-        assert dist.is_initialized()
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("group_of_one")
+def test_several_ranks_are_refused_in_a_process_that_has_a_group():
+    with pytest.raises(InputError) as refused:
+        traced(ranks=2)
+    assert dist.is_initialized()
     assert str(refused.value) == ("A plan starts a process group of its own, but this process is in one of size 1.")
 
 

@@ -19,10 +19,9 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from tests.support.faults import WIDTH, ShardedTrainee
+from tests.support.faults import WIDTH, ShardedTrainee, same_bits
 from tests.support.full_disk import FullDisk, full_in_each_call
 from tests.support.ranks import run_on_ranks
-from tests.support.recipe_runs import same_bits
 from tests.support.toys import STATE
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import CheckpointError, InputError
