@@ -17,6 +17,7 @@ from torchtune.modules.loss import ForwardKLLoss
 from torchtune.training import create_optim_in_bwd_wrapper
 
 from tests.support.recipe_parts import IGNORED, recipe_parts
+from tests.support.recipe_runs import RecordingLogger
 from tests.support.run_logs import events_in
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.memory.devices import meter_of_run
@@ -55,14 +56,6 @@ class TinyModel(nn.Module):
         return self.output(self.embedding(tokens))
 
 
-class Logger:
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-
-    def log_dict(self, metrics: dict[str, float], step: int) -> None:
-        self.steps.append(metrics | {"step": step})
-
-
 def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     longest = max(len(row["tokens"]) for row in rows)
     padded = [row["tokens"] + [0] * (longest - len(row["tokens"])) for row in rows]
@@ -75,7 +68,7 @@ class Recipe:
 
     def __init__(self, directory: Path, *, epochs: range = range(2)) -> None:
         (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-        self.model, self.logger = TinyModel(), Logger()
+        self.model, self.logger = TinyModel(), RecordingLogger()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.states: list[AdaptiveState] = []
         self.stop_requested: Callable[[], bool] = lambda: False

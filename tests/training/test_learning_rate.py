@@ -117,10 +117,6 @@ def test_the_place_is_the_exact_fraction_of_training_and_an_int_where_it_is_whol
 # ---- along the schedule
 
 
-def test_before_begin_is_called_the_scheduler_steps_unchanged() -> None:
-    assert Run().first(40) == PLAIN
-
-
 @pytest.mark.parametrize("grows", [True, False], ids=["may grow", "stays"])
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
 @pytest.mark.parametrize("step", [0, 7, 10, 39])

@@ -48,6 +48,13 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def overwrite_and_restore(tensor: torch.Tensor) -> None:
+    with Copies([tensor]) as kept:
+        restore = kept.copy(tensor)
+        tensor.zero_()
+        restore()
+
+
 def assert_kept_in_memory(caplog: pytest.LogCaptureFixture, reason: str) -> None:
     """Tensors of 32, 56 and 8 bytes are restored, and one line says why their copies are not on disk."""
     tensors = [torch.randn(8), torch.randn(14), torch.randn(2)]
@@ -145,10 +152,7 @@ def test_a_short_read_is_continued(monkeypatch: pytest.MonkeyPatch, folder: Path
     tensor, read = torch.randn(100), os.preadv
     before = bits(tensor)
     monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: read(file, [buffers[0][:7]], offset))
-    with Copies([tensor]) as kept:
-        restore = kept.copy(tensor)
-        tensor.zero_()
-        restore()
+    overwrite_and_restore(tensor)
     assert bits(tensor) == before
 
 
@@ -158,10 +162,8 @@ def test_a_few_bytes_are_kept_in_memory_without_a_warning(
     monkeypatch.setattr(copies, "_SMALLEST_FILE_BYTES", 33)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     tensor = torch.ones(8)
-    with caplog.at_level(logging.WARNING), Copies([tensor]) as kept:
-        restore = kept.copy(tensor)
-        tensor.zero_()
-        restore()
+    with caplog.at_level(logging.WARNING):
+        overwrite_and_restore(tensor)
     assert tensor.tolist() == [1.0] * 8
     assert not caplog.records
 
@@ -172,8 +174,5 @@ def test_a_copy_on_disk_needs_no_numpy(folder: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.Tensor, "numpy", refuse)
     tensor = torch.arange(6.0)
-    with Copies([tensor]) as kept:
-        restore = kept.copy(tensor)
-        tensor.zero_()
-        restore()
+    overwrite_and_restore(tensor)
     assert torch.equal(tensor, torch.arange(6.0))

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tests.support.toys import Prepared
 from torchtune_adaptive import InputError, RecoverableStep, find_max_batch_size
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state, check_optimizers, drop_unused_states
 from torchtune_adaptive.testing import Fault
@@ -232,14 +233,6 @@ class Holding(SGD):
         self.others = {"other": other}
 
 
-class WithoutInit(torch.optim.Optimizer):
-    """As torchao's ``CPUOffloadOptimizer``, it does not call ``Optimizer.__init__``."""
-
-    def __init__(self, parameters: Any) -> None:
-        self.inner = AdamW(parameters)
-        self.param_groups = self.inner.param_groups
-
-
 def why_refused(optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
     with pytest.raises(InputError) as raised:
         check_optimizers([optimizer], model)
@@ -278,8 +271,9 @@ def test_an_optimizer_of_another_model_is_told_to_bring_both() -> None:
 
 
 def test_an_optimizer_without_state_of_torch_is_refused_by_name() -> None:
+    """As torchao's ``CPUOffloadOptimizer``."""
     model = nn.Linear(4, 3)
-    assert "`WithoutInit` has no `state` and hooks" in why_refused(WithoutInit(model.parameters()), model)
+    assert "`Prepared` has no `state` and hooks" in why_refused(Prepared(AdamW(model.parameters())), model)
 
 
 def search(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:

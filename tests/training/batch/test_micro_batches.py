@@ -208,31 +208,25 @@ def test_a_reduced_limit_stays_reduced_when_more_rows_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "lengths", "can"),
+    ("limit", "lengths", "measured", "can"),
     [
-        (RowLimit(2), [1, 1], True),
-        (RowLimit(1), [1, 1], False),
-        (RowLimit(4), [7], False),
-        (TokenLimit(8), [3, 3], True),
-        (TokenLimit(8), [5, 5], False),  # each is alone already
+        (RowLimit(2), [1, 1], False, True),
+        (RowLimit(1), [1, 1], False, False),
+        (RowLimit(4), [7], False, False),
+        (TokenLimit(8), [3, 3], False, True),
+        (TokenLimit(8), [5, 5], False, False),  # each is alone already
+        (RowLimit(2), [1, 1], True, False),  # each half has a row
+        (RowLimit(2), [1, 1, 1], True, True),
     ],
 )
 def test_a_lower_limit_helps_if_some_micro_batch_has_more_than_a_row(
-    limit: MicroBatchLimit, lengths: list[int], can: bool
+    limit: MicroBatchLimit, lengths: list[int], measured: bool, can: bool
 ) -> None:
-    samples, batches = samples_of(*lengths, most=len(lengths)), batcher(limit)
+    samples, batches = replace(samples_of(*lengths), measured=measured), batcher(limit)
     assert batches.reduce(samples) is can
     assert (batches.limit == limit) is not can
     assert batcher(limit, OneOf(0, 2, 0)).reduce(samples) is can
     assert batcher(limit, OneOf(0, 2, 1)).reduce(samples) is True  # on another rank
-
-
-@pytest.mark.parametrize(("lengths", "can"), [([1, 1], False), ([1, 1, 1], True)])
-def test_a_lower_limit_does_not_help_if_the_halves_of_a_measured_step_have_one_row_each(
-    lengths: list[int], can: bool
-) -> None:
-    samples = replace(samples_of(*lengths, most=len(lengths)), measured=True)
-    assert batcher(RowLimit(2)).reduce(samples) is can
 
 
 # ---- state
