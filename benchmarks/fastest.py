@@ -129,7 +129,7 @@ def result_of(name: str, case: Case, tiny_dir: Path, directory: Path) -> Result:
     set_ups = SetUps(["--nproc_per_node", str(case.ranks)], recipe, cfg, case.samples, directory)
 
     def plan(values: Mapping[str, Any]) -> int | None:
-        return planned_rows(set_ups.config(values), case.ranks, set_ups.search_of(climb.best.words))
+        return planned_rows(set_ups.config(values), case.ranks, set_ups.search_of(climb.best))
 
     climb = Climb(set_ups.measure, plan, 60 * MINUTES)
     questions = questions_of(DictConfig(resolved(cfg)), recipe=recipe, ranks=case.ranks, kinds=KINDS)
@@ -164,7 +164,7 @@ def alone_s(outcome: Outcome, set_ups: SetUps) -> list[float]:
     if not outcome.timings:
         return [outcome.seconds]
     timed = [sum(timing.seconds) for timing in outcome.timings.values()]
-    probes = set_ups.search_of(outcome.words).result.probes
+    probes = set_ups.search_of(outcome).result.probes
     start = outcome.seconds - sum(timed) - sum(probe.seconds for probe in probes)
     return [start + seconds for seconds in timed]
 

@@ -1,9 +1,10 @@
 """`tune-adaptive fastest` leaves the config that trains fastest, and says how to train with it."""
 
+import itertools
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ class SetUps:
         self.configs: list[Any] = []
         self.stops_at: int | None = None
         self.fails_with = ""
+        self.fails_from: int | None = None  # a launch
+        self.seconds: tuple[float, ...] = (1.0,)
+        self.rows: Iterator[int] = itertools.repeat(8)
 
     def __call__(self, arguments: Sequence[str], log: Any) -> int:
         self.launched.append(list(arguments))
@@ -45,17 +49,17 @@ class SetUps:
         self.configs.append(cfg)
         if self.stops_at == len(self.launched):
             raise KeyboardInterrupt
-        if self.fails_with:
-            log.write(f"W1128 torch: noise\n{RECIPE}: {self.fails_with}.\nmore noise\n")
+        if self.fails_with or (self.fails_from is not None and len(self.launched) >= self.fails_from):
+            log.write(f"W1128 torch: noise\n{RECIPE}: {self.fails_with or 'it failed'}.\nmore noise\n")
             return 1
         rate = self.rates[cfg.enable_activation_checkpointing]
         folder = Path(cfg.output_dir)
         run_log = RunLog(folder, writes=True)
         run_log.begin(step=0, search_only=True)
-        timings = {"4 rows": Timing((1.0,), 50), "8 rows": Timing((1.0,), rate)}
+        timings = {"4 rows": Timing(self.seconds, 50), "8 rows": Timing(self.seconds, rate)}
         run_log.search(search_result(), step=0, seq_len=64, timings=timings)
         found = OmegaConf.merge(
-            cfg, {"batch_size": 8, "use_maximum_batch_size": False, "adaptive": {"objective": "memory"}}
+            cfg, {"batch_size": next(self.rows), "use_maximum_batch_size": False, "adaptive": {"objective": "memory"}}
         )
         (folder / "found.yaml").write_text(OmegaConf.to_yaml(found))
         return 0
@@ -124,9 +128,30 @@ def test_if_it_is_stopped_the_best_so_far_is_kept(set_ups: SetUps, tmp_path: Pat
     assert "Stopped before all was tried" in ended.out
     assert load_config(str(tmp_path / "found.yaml")).enable_activation_checkpointing
     set_ups.stops_at = 3  # while the first set-up runs: nothing is known
-    with pytest.raises(KeyboardInterrupt):
-        fastest.run_fastest(given(tmp_path, CHECKPOINTED))
+    ended = program("fastest", *given(tmp_path, CHECKPOINTED))
+    assert (ended.status, ended.err) == (1, "tune-adaptive fastest: stopped before the config as it is was timed.\n")
     assert not (tmp_path / "found.yaml").exists()
+
+
+def test_the_config_that_is_left_is_that_of_the_outcome_also_if_it_is_measured_again_in_vain(
+    set_ups: SetUps, tmp_path: Path, program: Program
+) -> None:
+    set_ups.seconds = (1.0, 1.5)  # they vary, so that the best two are measured again
+    set_ups.rows = itertools.chain((8, 8), itertools.repeat(4))
+    set_ups.fails_from = 4
+    ended = program("fastest", "--try", "checkpointing", *given(tmp_path, CHECKPOINTED))
+    assert (ended.status, len(set_ups.launched)) == (0, 4)
+    assert load_config(str(tmp_path / "found.yaml")).batch_size == 8
+
+
+def test_a_folder_that_cannot_be_written_is_said(set_ups: SetUps, tmp_path: Path, program: Program) -> None:
+    (tmp_path / "fastest").write_text("not a folder")
+    ended = program("fastest", *given(tmp_path))
+    assert ended.status == 1
+    assert ended.err.startswith(
+        "tune-adaptive fastest: The config cannot be timed as it is: `output_dir` cannot be written: folder "
+    )
+    assert ended.err.count("\n") == 1
 
 
 def test_why_the_config_as_it_is_cannot_run_is_said(set_ups: SetUps, tmp_path: Path, program: Program) -> None:
@@ -167,7 +192,17 @@ def test_why_the_config_as_it_is_cannot_run_is_said(set_ups: SetUps, tmp_path: P
         ),
         (
             ("--nproc_per_node", "two", "adaptive_full_finetune_distributed", "--config", "tiny/full"),
-            "`--nproc_per_node` 'two' is no number of ranks.",
+            "`--nproc_per_node` 'two' is no number of ranks here.",
+        ),
+        (
+            ("--nproc_per_node", "0", "adaptive_full_finetune_distributed", "--config", "tiny/full"),
+            "`--nproc_per_node` must be at least 1, but is 0 instead.",
+        ),
+        ((RECIPE, "--config", "tiny/full", "batch_size=null"), "`batch_size` must be an integer, but is None instead."),
+        ((RECIPE, "--config", "tiny/full", "~batch_size"), "`batch_size` must be an integer, but is None instead."),
+        (
+            (RECIPE, "--config", "tiny/full", "gradient_accumulation_steps=x"),
+            "`gradient_accumulation_steps` must be an integer, but is 'x' instead.",
         ),
     ],
 )

@@ -1,6 +1,6 @@
 """Batches of a trainer are cut by samples, and a trial gets two samples whose labels show how the loss adds up."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -41,6 +41,8 @@ def test_a_batch_with_other_rows_is_refused() -> None:
     odd = TrainerBatch({"input_ids": torch.zeros(4, 2), "pixels": torch.zeros(9, 2)}, None, 1)
     with pytest.raises(InputError, match=r"one row per sample, but has .'input_ids': 4, 'pixels': 9. instead"):
         TrainerBatches(2).cut([odd])
+    with pytest.raises(InputError, match=r"^A batch must be a mapping of tensors, but is \['a', 'b'\] instead"):
+        TrainerBatches(2).cut([TrainerBatch(cast(Any, ["a", "b"]), None, 1)])
 
 
 @pytest.mark.parametrize(("factor", "weights"), [(1.0, [1.0, 1.0]), (0.5, [0.75, 0.25]), (2.0, [4 / 3, 4.0])])

@@ -100,6 +100,9 @@ def test_an_unknown_trainer_is_refused_by_name_unless_it_declares_its_batches() 
     assert samples_are_pairs(type("Mine", (known,), {})) is False
     assert samples_are_pairs(type("Mine", (known,), {"samples_are_pairs": True})) is True
     for unknown in (of_package("trl", "KTOTrainer"), of_package("trl", "GKDTrainer", known)):
-        with pytest.raises(InputError, match=f"{unknown.__name__} is not a known trainer: declare its batches by"):
+        with pytest.raises(InputError, match=f"{unknown.__name__} is not supported: its batches may be no rows"):
             samples_are_pairs(type("Mine", (unknown,), {}))
         assert samples_are_pairs(type("Mine", (unknown,), {"samples_are_pairs": True})) is True
+    newer = of_package("transformers", "NewTrainer")
+    with pytest.raises(InputError, match="NewTrainer is not a known trainer: declare its batches by"):
+        samples_are_pairs(type("Mine", (newer,), {}))

@@ -118,6 +118,19 @@ def test_a_metric_is_of_the_values_when_it_was_computed() -> None:
     assert late.finish(kept)[0].tolist() == [6.0, 7.0]
 
 
+def test_a_value_that_is_used_after_its_step_is_refused() -> None:
+    """As one that a trainer keeps in an attribute that it has not named."""
+    accelerator: Any = OneRank()
+    late = LateGathers(accelerator)
+    with late.collected():
+        kept = accelerator.gather(torch.ones(2)).mean()
+    late.finish([])
+    with late.collected():
+        accelerator.gather(torch.ones(2))
+        with pytest.raises(InputError, match="was kept after its optimizer step: name the attribute"):
+            _ = 0 + kept
+
+
 def test_a_gather_of_several_tensors_keeps_their_names() -> None:
     accelerator: Any = OneRank()
     late = LateGathers(accelerator)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -122,12 +122,10 @@ def under(faults: Mapping[int, Fault], number: int, run: Callable[[], Result]) -
         return run()
 
 
-Tensors = TypeVar("Tensors", list[torch.Tensor], dict[str, torch.Tensor])
+Tensors: TypeAlias = list[torch.Tensor] | dict[str, torch.Tensor]
 
 
 def same_bits(ones: Tensors, others: Tensors) -> bool:
     """Whether all tensors of both lists, or dictionaries, are equal, bit for bit."""
-    if isinstance(ones, dict):
-        assert isinstance(others, dict)
-        return ones.keys() == others.keys() and same_bits(list(ones.values()), [others[name] for name in ones])
-    return len(ones) == len(others) and all(map(torch.equal, ones, others))
+    one, other = (value if isinstance(value, dict) else dict(enumerate(value)) for value in (ones, others))
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())

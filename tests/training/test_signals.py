@@ -108,3 +108,17 @@ def test_a_rank_asks_for_a_signal_at_its_launchers_end(
     monkeypatch.setattr(signal, "raise_signal", raised.append)
     signals.end_as_asked()
     assert (calls, raised) == (wanted, asked)
+
+
+def test_a_process_ends_when_the_one_that_started_it_is_killed() -> None:
+    """Its output is a pipe, which ends with the last process that can write to it."""
+    program = (
+        "import os, signal, subprocess, sys; from functools import partial\n"
+        "from torchtune_adaptive.training.signals import end_with_parent\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+        " start_new_session=True, preexec_fn=partial(end_with_parent, os.getpid()))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    started = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert started.communicate() == (b"", None)
+    assert started.returncode == -signal.SIGKILL

@@ -232,6 +232,8 @@ class TrainerBatches(Slices):
         found = dict(columns(inputs))
         arrays = {name: len(column) for name, column in found.items() if hasattr(column, "ndim")}
         lengths = arrays or {name: len(column) for name, column in found.items()}
+        if not lengths:
+            raise InputError(f"A batch must be a mapping of tensors, but is {quote(inputs)} instead.")
         num_samples = max(lengths.values(), default=0) // self._rows_per_sample
         if not num_samples or not {*lengths.values()} <= {num_samples, num_samples * self._rows_per_sample}:
             rows = "two rows" if self._rows_per_sample > 1 else "one row"

@@ -22,6 +22,8 @@ def samples_are_pairs(trainer: type) -> bool:
     base = next((one for one in trainer.__mro__ if one.__module__.split(".")[0] in ("transformers", "trl")), trainer)
     declared = trainer.samples_are_pairs
     found = _SAMPLES_ARE_PAIRS.get(base.__name__) if declared is None else declared
+    if found is None and base.__module__.startswith("trl."):
+        raise InputError(f"{base.__name__} is not supported: its batches may be no rows, or its loss may mix them.")
     if found is None:
         raise InputError(
             f"{base.__name__} is not a known trainer: declare its batches by the class attribute `samples_are_pairs`."

@@ -35,6 +35,14 @@ def _refused(what: str) -> InputError:
     )
 
 
+def kept_too_long() -> InputError:
+    """The error that a value is used after its optimizer step, in which it was not known yet."""
+    return InputError(
+        "A value gathered from other processes in `compute_loss` was kept after its optimizer step: name the attribute"
+        " of the trainer that keeps it in the class attribute `counters`, or log the value by `self.log` there."
+    )
+
+
 class LateValue:
     """A value that depends on gathered tensors. Its methods, its arithmetic and functions of torch give further ones.
 
@@ -43,6 +51,7 @@ class LateValue:
     Attributes:
         own: the value without the peers.
         decided: what ``if`` was told; None: it has not asked.
+        is_over: whether its optimizer step has ended.
     """
 
     def __init__(self, notes: list["LateValue"], function: Callable[..., Any], *arguments: Any) -> None:
@@ -50,6 +59,7 @@ class LateValue:
         self._arguments = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in arguments]
         self.own = function(*(one.own if isinstance(one, LateValue) else one for one in self._arguments))
         self.decided: bool | None = None
+        self.is_over = False
         self._notes, self._number = notes, len(notes)
         self._function = function
         notes.append(self)
@@ -104,8 +114,10 @@ def _late(function: Callable[..., Any], *args: Any, **kwargs: Any) -> LateValue:
         args, kwargs = tree_unflatten(list(leaves), structure)
         return function(*args, **kwargs)
 
-    late = next(one for one in leaves if isinstance(one, LateValue))
-    return LateValue(late._notes, call, *leaves)
+    late = [one for one in leaves if isinstance(one, LateValue)]
+    if any(one.is_over for one in late):
+        raise kept_too_long()
+    return LateValue(late[0]._notes, call, *leaves)
 
 
 def _arithmetic(function: Callable[..., Any], *, is_swapped: bool = False) -> Callable[..., LateValue]:
@@ -131,6 +143,8 @@ class LateGathers:
 
     def clear(self) -> None:
         """Forget all gathers so far."""
+        for one in self._notes:
+            one.is_over = True
         self._notes.clear()
         self._gathered.clear()
 

@@ -37,7 +37,7 @@ from torchtune_adaptive.integrations.known_trainers import (
     why_refused,
     why_whole,
 )
-from torchtune_adaptive.integrations.late_gathers import LateGathers, with_attributes
+from torchtune_adaptive.integrations.late_gathers import LateGathers, LateValue, kept_too_long, with_attributes
 from torchtune_adaptive.integrations.worst_batches import worst_batches
 from torchtune_adaptive.text import count_text
 
@@ -162,11 +162,18 @@ class AdaptiveTrainerMixin(_Trainer):
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as the base class does, with the events since the last training log."""
+        """Log as the base class does, with the events since the last training log.
+
+        Raises:
+            InputError: a value that was gathered in a loss is logged after its step, by way of an attribute.
+        """
         if "loss" in logs or "train_loss" in logs:
             logs.update(self._memory_logs)
             self._memory_logs = {}
         super().log(logs, *args, **kwargs)
+        logged = self.state.log_history[-1:]  # also what a class below adds
+        if any(isinstance(value, LateValue) for entry in logged for value in entry.values()):
+            raise kept_too_long()
 
     def _hold_log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Keep what a loss logs until its optimizer step has succeeded."""

@@ -306,6 +306,7 @@ def prepare_recovery(
         InputError: see ``check_optimizers``.
         NothingFitsError: the optimizers' state or the smallest micro-step does not fit.
     """
+    check_optimizers(loop.optimizers, loop.model)
     if is_wanted:
         try:
             if why_not:
@@ -317,7 +318,6 @@ def prepare_recovery(
             utils.log_rank_zero(log, str(error))
     if recoverable.recovers:
         return
-    check_optimizers(loop.optimizers, loop.model)
     recoverable.disable()
     allocate_states(loop)
     free_memory(loop.device)

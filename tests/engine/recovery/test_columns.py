@@ -1,7 +1,8 @@
 """Batches of any structure are cut and copied as what they are."""
 
 import dataclasses
-from collections.abc import Callable
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -51,6 +52,28 @@ def test_a_part_of_a_batch_has_its_type(kind: Callable[..., Any]) -> None:
     assert type(part) is type(batch)
     assert of(part)["ids"].tolist() == [1, 2]
     assert (of(part)["words"], of(part)["scale"]) == ([["b"], []], 2.0)
+
+
+class Checked(UserDict[str, Any]):
+    """Checks each column against its number of rows, as ``tensordict.TensorDict`` does."""
+
+    def __init__(self, columns: Mapping[str, Any], batch_size: Sequence[int]) -> None:
+        self.batch_size = torch.Size(batch_size)
+        super().__init__(columns)
+
+    batch_size: torch.Size = torch.Size()
+
+    def __setitem__(self, name: str, column: torch.Tensor) -> None:
+        if column.shape[: len(self.batch_size)] != self.batch_size:
+            raise RuntimeError("batch dimension mismatch")
+        super().__setitem__(name, column)
+
+
+def test_a_part_of_a_mapping_that_checks_its_rows_has_fewer() -> None:
+    batch = Checked({"ids": torch.arange(6).view(3, 2), "mask": torch.ones(3, 2)}, batch_size=[3, 2])
+    part = map_columns(batch, lambda column: column[1:], lengths={3})
+    assert isinstance(part, Checked)
+    assert (part["ids"].tolist(), part.batch_size) == ([[2, 3], [4, 5]], (2, 2))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.faults import fsdp_settings, same_bits, tensors_of, under
 from tests.support.layers import RunningMean
 from tests.support.ranks import run_on_ranks
-from torchtune_adaptive import CannotRecoverError, RecoverableStep
+from torchtune_adaptive import CannotRecoverError, InputError, RecoverableStep
 from torchtune_adaptive.engine.distributed.ddp_ledger import buckets_of
+from torchtune_adaptive.engine.recovery import attempts
 from torchtune_adaptive.engine.recovery.backoff import Backoff
+from torchtune_adaptive.errors import CannotCutError
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 
 ROWS, STEPS, WIDTH = 8, 3, 16
@@ -57,6 +59,7 @@ class Variant:
     bf16: bool = False  # by autocast
     passes: int = 1  # backward passes of a micro-step
     options: dict[str, Any] = field(default_factory=dict)  # of DistributedDataParallel or FSDP2
+    is_whole_later: bool = False  # FSDP2 does not reshard a layer after its forward pass, from the second step on
 
 
 SHARDED = Variant("sharded")
@@ -71,6 +74,7 @@ VARIANTS = {
     "unused parameters": Variant("unused", options={"find_unused_parameters": True}),
     "compiled": Variant("compiled"),
     "sharded": SHARDED,
+    "sharded, with other settings after a step": Variant("sharded", is_whole_later=True),
     "sharded, bf16": Variant("sharded", options={"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
 }
 
@@ -107,7 +111,7 @@ class Training:
         """The final state after steps with micro-batches of these sizes."""
         for number, size in enumerate(sizes):
             parts = self.rows(number).split(size)
-            self._thaw(number)
+            self._change(number)
             for micro_step, rows in enumerate(parts, start=1):
                 with self.reducing(is_last=micro_step == len(parts)):
                     self.micro_step(rows)
@@ -129,7 +133,7 @@ class Training:
         """The same with recovery, and a fault of rank 1 at ``place`` in a micro-step of a step."""
         step = self.recoverable(size)
         for number in range(STEPS):
-            self._thaw(number)
+            self._change(number)
             faults = {fault_in[1]: Fault(place, ranks=[1])} if number == fault_in[0] else {}
             wrap_micro_steps(step, partial(under, faults))
             step.backoff = Backoff()  # which does not try larger micro-batches again
@@ -144,7 +148,7 @@ class Training:
         step = self.recoverable(size)
         step.disable()
         for number in range(STEPS):
-            self._thaw(number)
+            self._change(number)
             step(self.rows(number))
             self.update()
         step.close()
@@ -153,9 +157,11 @@ class Training:
     def rows(self, number: int) -> torch.Tensor:
         return torch.randn(ROWS, 3, WIDTH, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
 
-    def _thaw(self, number: int) -> None:
+    def _change(self, number: int) -> None:
         if number == 1:
             self.net.first.requires_grad_(True)
+            if self.variant.is_whole_later:
+                cast(FSDPModule, self.net.first).set_reshard_after_forward(False)
 
     def update(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -276,6 +282,60 @@ def _what_cannot_work_is_refused_by_name(rank: int) -> None:
             training.recovering(LARGE)
 
 
+def _what_differs_between_ranks_is_refused_on_each(rank: int) -> None:
+    training = Training(Variant(options={"find_unused_parameters": True}))
+    step = training.recoverable()
+    step(training.rows(0))
+    training.update()
+    training.net.last.requires_grad_(rank == 0)
+    with pytest.raises(InputError, match=r"^Ranks must train the same parameters"):
+        step(training.rows(1))
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH).eval())
+    model = DistributedDataParallel(layers)
+    step = RecoverableStep(model, lambda rows: model(rows).square().sum().backward(), micro_batch_size=LARGE)
+    step(torch.ones(ROWS, WIDTH))
+    model.zero_grad()
+    layers.train(rank == 0)
+    with pytest.raises(CannotCutError, match="BatchNorm1d"):
+        step(torch.ones(ROWS, WIDTH))
+
+
+def _collectives_of_its_own_that_come_after_the_dry_run_are_noticed(rank: int) -> None:
+    for variant in (SHARDED, Variant()):
+        training = Training(variant)
+        reported = list[torch.Tensor]()
+
+        def micro_step(rows: torch.Tensor, training: Training = training, reported: Any = reported) -> torch.Tensor:
+            loss = training.micro_step(rows)
+            for one in reported:
+                dist.all_reduce(one)
+            return loss
+
+        step = training.recoverable(micro_step=micro_step)
+        with mock.patch.object(attempts.log, "warning") as warning:
+            step(training.rows(0))
+            training.update()
+            assert warning.call_count == 0
+            reported.append(torch.ones(1))
+            step(training.rows(1))
+            training.update()
+            assert warning.call_count == 1
+        step.close()
+
+
+def _gradients_of_parameters_that_stay_whole_are_compared(rank: int) -> None:
+    training = Training(SHARDED)
+    training.model.set_reshard_after_backward(False)
+
+    def mean(rows: torch.Tensor) -> torch.Tensor:
+        loss = training.model(rows).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    with pytest.raises(CannotCutError, match="the loss is a mean"):
+        training.recoverable(micro_step=mean)(training.rows(0))
+
+
 # ---- how often a gradient grows
 
 
@@ -333,6 +393,9 @@ def _on_two(rank: int) -> dict[str, dict[str, bool]]:
     _the_last_micro_step_averages_buckets_while_it_computes(rank)
     _only_the_last_micro_step_reduces_under_fsdp2_whose_settings_are_then_as_before(rank)
     _what_cannot_work_is_refused_by_name(rank)
+    _what_differs_between_ranks_is_refused_on_each(rank)
+    _collectives_of_its_own_that_come_after_the_dry_run_are_noticed(rank)
+    _gradients_of_parameters_that_stay_whole_are_compared(rank)
     _a_gradient_that_grows_after_its_average_is_an_error_not_a_wrong_result(rank)
     _how_often_a_gradient_grows_may_change_if_it_did_so_in_the_dry_run(rank)
     _a_backward_pass_between_the_steps_is_not_averaged(rank)

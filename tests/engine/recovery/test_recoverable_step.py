@@ -493,6 +493,19 @@ def test_buffers_that_no_step_can_write_to_do_no_harm(make_buffer: Callable[[], 
     assert len(events) == 1
 
 
+@pytest.mark.parametrize(("is_even", "exchanges"), [(True, 1), (False, 2)])
+def test_ranks_exchange_once_in_a_step_and_twice_if_their_numbers_may_differ(is_even: bool, exchanges: int) -> None:
+    model = nn.Linear(4, 4)
+    step: Any = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=4)
+    step(SAMPLES)
+    model.zero_grad()
+    step._cutter.is_even = is_even
+    consensus = step._loop.consensus
+    with mock.patch.object(consensus, "begin_max", wraps=consensus.begin_max) as begin_max:
+        step(SAMPLES)
+    assert begin_max.call_count == exchanges
+
+
 def test_a_module_that_is_added_in_training_is_restored_too() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     step = RecoverableStep(

@@ -120,7 +120,8 @@ def test_a_change_of_collectives_is_logged_once_and_an_error_then_ends_the_run(o
     for _, (warning, error), _ in on_two:
         assert warning == (
             "Micro-steps no longer issue the collectives of the dry run: an out-of-memory error will now end"
-            ' the run. Pass `reduce="last"` instead of calling `set_requires_gradient_sync(False)`.'
+            ' the run. Pass `reduce="last"` instead of calling `set_requires_gradient_sync(False)`, and issue'
+            " your own collectives between the steps."
         )
         assert "micro-steps no longer issue the collectives of the dry run" in error
         assert "a fault on purpose" in error
@@ -177,16 +178,6 @@ def _fail(error: Exception) -> Any:
         raise error
 
     return micro_step
-
-
-@pytest.mark.parametrize(("is_even", "exchanges"), [(True, 1), (False, 2)])
-def test_ranks_exchange_once_in_a_step_and_twice_if_their_numbers_may_differ(is_even: bool, exchanges: int) -> None:
-    with mock.patch.object(consensus := Consensus(), "begin_max", wraps=consensus.begin_max) as begin_max:
-        recovery = _alone(nn.Linear(4, 4), consensus)
-        begin_max.reset_mock()
-        attempt = recovery.attempt([lambda: 1] * 3, numbers=(3,), is_even=is_even)
-    assert attempt == Attempt(3, has_fitted=True, largest=[3])
-    assert begin_max.call_count == exchanges
 
 
 def test_out_of_memory_in_the_collective_library_is_named_and_ends_the_run() -> None:

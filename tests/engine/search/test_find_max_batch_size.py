@@ -687,3 +687,21 @@ def test_data_that_a_step_changes_in_place_is_as_before() -> None:
     loop = fed_by(lambda n: data[:n], lambda batch: batch.sub_(1).div_(2))
     assert loop.find("64KiB", max_batch_size=None).batch_size > 100
     assert torch.equal(data, before)
+
+
+def test_a_batch_that_is_part_of_a_larger_tensor_counts_as_a_copy_of_it() -> None:
+    model = nn.Linear(32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.ones(2048, 32)  # 256 KiB
+
+    def train_step(rows: torch.Tensor) -> None:
+        for _ in range(2):
+            model(rows).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = [
+        find_max_batch_size(train_step, make_batch, model=model, optimizer=optimizer, memory_limit="64KiB")
+        for make_batch in (lambda rows: data[:rows], lambda rows: data[:rows].clone())
+    ]
+    assert found[0].exact_batch_size == found[1].exact_batch_size > 100

@@ -113,7 +113,8 @@ class Recovery:
                 self._is_in_step = False
                 log.warning(
                     "Micro-steps no longer issue the collectives of the dry run: an out-of-memory error will now end"
-                    ' the run. Pass `reduce="last"` instead of calling `set_requires_gradient_sync(False)`.'
+                    ' the run. Pass `reduce="last"` instead of calling `set_requires_gradient_sync(False)`, and issue'
+                    " your own collectives between the steps."
                 )
         own = attempt.error is not None, attempt.has_fitted, bool(self._ledger.unused)
         ran_out, has_fitted, has_unused, *attempt.largest = self._consensus.begin_max(*map(int, own), *numbers)()
