@@ -127,5 +127,5 @@ Tensors: TypeAlias = list[torch.Tensor] | dict[str, torch.Tensor]
 
 def same_bits(ones: Tensors, others: Tensors) -> bool:
     """Whether all tensors of both lists, or dictionaries, are equal, bit for bit."""
-    one, other = (value if isinstance(value, dict) else dict(enumerate(value)) for value in (ones, others))
+    one, other = (dict[Any, torch.Tensor](v if isinstance(v, dict) else enumerate(v)) for v in (ones, others))
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())

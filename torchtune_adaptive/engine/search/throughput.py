@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states
+from torchtune_adaptive.engine.distributed.ledger import CollectiveStateUnknownError
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.devices import wait_for
+from torchtune_adaptive.engine.memory.out_of_memory import comes_from_out_of_memory
 from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.search.timing import Key, Timing
 from torchtune_adaptive.errors import NothingFitsError
@@ -34,6 +36,7 @@ def time_in_turns(
 
     Raises:
         NothingFitsError: memory runs out for all alternatives.
+        CollectiveStateUnknownError: memory runs out in a later round, on one of several ranks. This process must end.
     """
     seconds: dict[Key, list[float]] = {key: [] for key in steps}
     with loop.restored():
@@ -76,7 +79,14 @@ def _time_steps(loop: Loop, steps: Sequence[Any], *, votes: bool) -> float | Non
     wait_for(loop.device)
     started = time.perf_counter()
     if not votes and loop.consensus.world_size > 1:
-        work()
+        try:
+            work()
+        except Exception as error:
+            if not comes_from_out_of_memory(error):
+                raise
+            raise CollectiveStateUnknownError(
+                "memory ran out while train steps were timed, and the other ranks wait for this one"
+            ) from error
     elif run_or_abort_together(work, loop.consensus) is not Outcome.DONE:
         loop.clean_up()
         settings.restore()
