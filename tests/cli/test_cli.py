@@ -225,6 +225,7 @@ def test_where_nothing_fits_ways_to_fit_follow(program: Program, tracing: FakeTr
     ("options", "launcher", "recipe", "overrides"),
     [
         (["use_maximum_batch_size=True"], "", "single_device", " use_maximum_batch_size=True"),
+        (["adaptive.seq_len=128"], "", "single_device", " adaptive.seq_len=128"),  # of trial steps, not of the data
         (
             ["--nnodes", "2", "--nproc_per_node", "4", "--seq-len", "128"],
             " --nnodes 2 --nproc_per_node 4",

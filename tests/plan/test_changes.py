@@ -1,6 +1,8 @@
 """Changes of a config that need less memory: each is planned with that change, and named by it."""
 
+import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +16,7 @@ from torchtune_adaptive.plan.decide import PlannedChange
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.show.text import what_if_text
 from torchtune_adaptive.plan.trace.step_events import TracedStep
+from torchtune_adaptive.plan.ways import enough_ranks
 
 # ---- what makes a config fit
 
@@ -291,3 +294,16 @@ def test_the_table_has_the_largest_saving_first_and_what_cannot_be_planned_last(
     last = [line.partition(": not planned, ") for line in text.splitlines()[-3:]]
     assert [name for name, _, _ in last] == ["- LoRA", "- QLoRA", f"- {TOGETHER}"]
     assert {reason for _, _, reason in last} == {"`model` is wrong."}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "is_sharded", "ranks"), [(8, False, [8, 16, 32]), (1, False, [2, 4, 8]), (8, True, [16, 32, 64])]
+)
+def test_a_run_with_a_copy_on_each_rank_needs_no_more_ranks_to_be_sharded(
+    world_size: int, is_sharded: bool, ranks: list[int]
+) -> None:
+    kinds = {"parameters": 6 * GIB, "gradients": 6 * GIB, "optimizer state": 12 * GIB, "activations": GIB}
+    one_row = SimpleNamespace(kinds=kinds, allocated_bytes=25 * GIB, reserved_bytes=25 * GIB, process_bytes=26 * GIB)
+    device = SimpleNamespace(usable_bytes=15 * GIB)
+    planned: Any = SimpleNamespace(size=lambda rows: one_row, world_size=world_size, device=device)
+    assert list(itertools.islice(enough_ranks(planned, is_sharded=is_sharded), 3)) == ranks

@@ -125,6 +125,7 @@ def planned_rows(cfg: DictConfig, ranks: int, search: Any) -> int | None:
     from torchtune_adaptive.plan.trace.tracer import Tracer
 
     cfg = DictConfig(resolved(cfg))
+    cfg.device = cfg.get("device") or "cuda"  # recipes take what there is
     OmegaConf.update(cfg, "adaptive.memory_limit", search.result.memory_limit_bytes)
     launch = ConfigLaunch(title="", cfg=cfg, card=Card(name=""), world_size=ranks, seq_lens=(search.seq_len,))
     try:

@@ -164,7 +164,8 @@ def _run_command(arguments: argparse.Namespace, cfg: DictConfig, method: Method,
         launcher += ["--nproc_per_node", arguments.nproc_per_node]
     overrides = list(arguments.overrides)
     seq_len = planned.decisive.seq_len
-    if OmegaConf.select(cfg, "tokenizer.max_seq_len") != seq_len:
+    own_len = OmegaConf.select(cfg, "tokenizer.max_seq_len")
+    if own_len != seq_len and (arguments.seq_len is not None or own_len is None):  # else `adaptive.seq_len` has set it
         overrides.append(f"tokenizer.max_seq_len={seq_len}")
     if planned.decisive.used.fits == "does not fit":
         has_budget = isinstance(OmegaConf.select(cfg, "adaptive.max_tokens_per_micro_batch"), int)

@@ -104,6 +104,11 @@ def test_bitsandbytes_options_choose_the_state_as_the_optimizers_name_does() -> 
             "`optimizer` must have a `state`, which recipes save and restore, but"
             " 'torchao.optim.CPUOffloadOptimizer' has none.",
         ),
+        (
+            "torchao.optim.AdamW8bit",
+            {"amsgrad": True},
+            "`optimizer.amsgrad` must be False for torchao.optim.AdamW8bit, whose first step fails with it.",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_quoted_and_refused(component: str, options: dict[str, Any], sentence: str) -> None:

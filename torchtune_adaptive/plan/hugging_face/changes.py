@@ -33,8 +33,12 @@ def ways_to_fit(run: HuggingFaceRun, planned: Plan, plan: Callable[[HuggingFaceR
 
     has = run.run_keys.model
     if not run.checkpoints:
-        yield with_keys(gradient_checkpointing=True)
         run = replace(run, keys=run.keys | {"gradient_checkpointing": True})
+        try:
+            planned = plan(run)
+            yield PlannedChange("gradient_checkpointing=True", planned.decisive)
+        except InputError as error:
+            yield PlannedChange("gradient_checkpointing=True", None, str(error))
     options: dict[str, Any] = run.run_keys.training.get("gradient_checkpointing_kwargs") or {}
     if has.load_in_8bit and not options.get("use_reentrant"):
         # bitsandbytes' products in 8 bits keep their inputs by themselves, out of the reach of other checkpointing

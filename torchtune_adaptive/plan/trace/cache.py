@@ -40,7 +40,9 @@ class Answers:
         """The answer; None if there is none."""
         name = _digest(question)
         if name not in self._in_memory and (path := self._path(question, name)) is not None:
-            with suppress(OSError, EOFError, zlib.error, ValueError, TypeError, LookupError, RecursionError):
+            with suppress(
+                OSError, EOFError, zlib.error, ValueError, TypeError, LookupError, AttributeError, RecursionError
+            ):
                 self._in_memory[name] = TracedStep.from_json(json.loads(gzip.decompress(path.read_bytes())))
         return self._in_memory.get(name)
 

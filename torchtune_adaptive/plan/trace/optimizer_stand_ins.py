@@ -33,6 +33,8 @@ def stand_in_for_optimizer(optimizer: Any) -> Any:
     """
     component = str(optimizer["_component_"])
     if match := _TORCHAO.fullmatch(component):
+        if optimizer.get("amsgrad", False):
+            raise InputError(f"`optimizer.amsgrad` must be False for {component}, whose first step fails with it.")
         return _stand_in(LowBitAdam, bits=match[1], block_size=optimizer.get("block_size", None))
     if _WITHOUT_STATE.fullmatch(component):
         raise InputError(
