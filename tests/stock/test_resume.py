@@ -389,7 +389,7 @@ def test_a_run_from_another_folder_is_refused_where_it_would_lose_another_runs_c
     lost = elsewhere.save("step_4", epochs_run=1, run=RunIdentity("other", STATE.run.method))
     assert elsewhere.refusal(str(path)) == (
         f"The run of `resume_from_checkpoint` {str(path)!r} would overwrite {str(lost)!r}, which is of another run: set"
-        " `output_dir` to a new folder."
+        " `output_dir` to a new folder, or `resume_from_checkpoint: True` to continue that run."
     )
     for name in ("step_3", "step_4"):
         assert elsewhere.find(str(elsewhere.folder.path / name)).path.name == name

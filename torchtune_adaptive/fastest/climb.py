@@ -28,7 +28,7 @@ class Outcome:
         found: the largest micro-batch by the search, in rows.
         seconds: of the whole set-up.
         why_not: why nothing was timed, as a sentence; "" if it was.
-        folder: what the set-up has left.
+        folder: the set-up's own output folder.
     """
 
     words: str = AS_IT_IS

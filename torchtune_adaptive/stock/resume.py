@@ -82,7 +82,7 @@ def find_checkpoint(
 
     Raises:
         InputError: another run uses the folder, there is no such checkpoint, some rank does not see it, it is of
-            another method, or a new run would overwrite existing ones; on all ranks.
+            another method, or the run would overwrite steps of another one; on all ranks.
         RunEnded: training is already complete; on all ranks.
     """
     wanted = cfg.get("resume_from_checkpoint", False)
@@ -163,10 +163,11 @@ def _check_no_steps(folder: CheckpointFolder, wanted: object) -> None:
 def _check_no_steps_of_others(folder: CheckpointFolder, found: Sequence[Checkpoint], checkpoint: Checkpoint) -> None:
     """Refuse a run that comes from another folder where it would replace checkpoints of steps of another run."""
     others = [one.path for one in found if one.is_of_step and one.run_id != checkpoint.run_id]
-    if others and checkpoint.path.resolve().parent != folder.path.resolve():
+    if others and checkpoint.path.absolute().parent.resolve() != folder.path.resolve():
         raise InputError(
             f"The run of `resume_from_checkpoint` {str(checkpoint.path)!r} would overwrite {str(others[-1])!r}, which"
-            " is of another run: set `output_dir` to a new folder."
+            " is of another run: set `output_dir` to a new folder, or `resume_from_checkpoint: True` to continue that"
+            " run."
         )
 
 

@@ -26,9 +26,9 @@ class FolderReplacedError(CheckpointError):
 
 
 class _OpenFile:
-    """An open file, which is closed, and no longer locked, with the last object that has it, and in forked processes.
+    """An open file. It is closed, which unlocks it, when its last user is gone. A forked process closes its own copy.
 
-    While it is open no other file gets its number.
+    While it is open, no other file gets its inode number.
     """
 
     _all: ClassVar = weakref.WeakValueDictionary[tuple[int, int], "_OpenFile"]()  # of this process
@@ -49,6 +49,7 @@ class _OpenFile:
         """Close what this process has open: a forked one must not keep the lock of the run that it outlives."""
         for opened in [*cls._all.values()]:
             opened._close()
+        cls._all.clear()
 
 
 os.register_at_fork(after_in_child=_OpenFile.close_all)

@@ -99,7 +99,7 @@ class LearningRate:
                 # A copy, because a tensor is changed in place.
                 group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))
             done = epoch * self.schedule_steps + epoch_steps
-            # Other schedulers than torchtune's compute a rate from that of the step before.
+            # Schedulers other than LambdaLR may compute a rate from the last one, so each step is replayed.
             replayed = 0 if isinstance(self.scheduler, LambdaLR) else done
             self.scheduler = self.build(self.total_epochs * self.schedule_steps, done - replayed - 1)
             with warnings.catch_warnings():

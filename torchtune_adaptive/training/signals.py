@@ -11,6 +11,7 @@ from types import FrameType
 # "Temporary failure, try again" (EX_TEMPFAIL) in sysexits.h: a job scheduler may submit the same command again.
 STATUS_STOPPED = 75
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here, because a forked process must not
 
 
 class StopRequest:
@@ -57,6 +58,6 @@ def end_with_parent(parent: int) -> None:
     """Let this process receive SIGTERM when ``parent``, which has started it, ends. It does so on Linux only."""
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it ended before the call
         signal.raise_signal(signal.SIGTERM)

@@ -76,6 +76,15 @@ def test_a_part_of_a_mapping_that_checks_its_rows_has_fewer() -> None:
     assert (part["ids"].tolist(), part.batch_size) == ([[2, 3], [4, 5]], (2, 2))
 
 
+class Counted(UserDict[str, Any]):
+    batch_size = 3  # a number of its own
+
+
+def test_a_mapping_with_a_batch_size_of_its_own_is_any_mapping() -> None:
+    part = map_columns(Counted(ids=torch.arange(3)), lambda column: column[1:], lengths={3})
+    assert (type(part), part["ids"].tolist()) == (Counted, [1, 2])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", [lambda ids, words: ids.add_(1), lambda ids, words: words[0].append("c")])
 def test_a_change_of_a_copy_is_seen_and_leaves_the_batch(

@@ -29,6 +29,7 @@ from tests.support.layers import RunningMean
 from tests.support.ranks import DEVICE, run_alone, run_on_ranks
 from tests.support.toys import Prepared
 from torchtune_adaptive import (
+    CannotRecoverError,
     InputError,
     MemoryEvent,
     NothingFitsError,
@@ -520,6 +521,46 @@ def test_a_module_that_is_added_in_training_is_restored_too() -> None:
     step(SAMPLES[:4])
     assert step.retries == 1
     assert added.count == 2
+
+
+def test_a_module_without_tensors_that_each_step_makes_anew_needs_no_dry_run() -> None:
+    """As a loss that is made in the forward pass."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.loss: Any = None
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.loss = nn.CrossEntropyLoss(reduction="sum")
+            return self.loss(self.layer(rows), torch.zeros(len(rows), dtype=torch.long))
+
+    model = Net()
+    step = RecoverableStep(model, lambda rows: model(rows).backward(), micro_batch_size=4)
+    step(SAMPLES)
+    with mock.patch.object(step, "dry_run") as dry_run:
+        for _ in range(2):
+            model.zero_grad()
+            step(SAMPLES)
+    assert not dry_run.called
+
+
+@pytest.mark.parametrize("kind", ["inference", "sparse"])
+def test_a_micro_step_that_changes_a_buffer_that_cannot_be_restored_is_refused(kind: str) -> None:
+    model = nn.Linear(4, 4)
+    with torch.inference_mode(kind == "inference"):
+        buffer = torch.ones(4) if kind == "inference" else torch.eye(4).to_sparse()
+    model.register_buffer("count", buffer)
+
+    def micro_step(rows: torch.Tensor) -> None:
+        with torch.inference_mode(kind == "inference"):
+            buffer.mul_(2)
+        model(rows).sum().backward()
+
+    step = RecoverableStep(model, micro_step, micro_batch_size=4)
+    with pytest.raises(CannotRecoverError, match="a micro-step writes to the buffer `count`"):
+        step(SAMPLES)
 
 
 def test_an_operator_of_higher_order_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """One process at a time owns a folder, and releases it however it ends."""
 
+import contextlib
 import errno
 import fcntl
 import gc
@@ -25,7 +26,7 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.stock.resume import lock_output
 from torchtune_adaptive.training.checkpoints import folder as folder_module
 from torchtune_adaptive.training.checkpoints.folder import CheckpointFolder
-from torchtune_adaptive.training.folder_lock import LOCK_NAME, FolderReplacedError
+from torchtune_adaptive.training.folder_lock import LOCK_NAME, FolderLock, FolderReplacedError
 
 
 def own(folder: Path, connection: Connection) -> None:
@@ -214,3 +215,21 @@ def test_a_folder_that_comes_back_is_the_same(tmp_path: Path) -> None:
         folder.check()
     (tmp_path / "away").rename(tmp_path / "disk")
     folder.check()
+
+
+def test_a_forked_process_does_not_get_the_lock_of_the_run(tmp_path: Path) -> None:
+    """It closes its copy of the file, whose number another file may then get."""
+    lock = FolderLock(tmp_path)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            others = [open(os.devnull) for _ in range(8)]  # noqa: SIM115
+            try:
+                FolderLock(tmp_path)
+            except InputError as error:
+                status = 0 if "`output_dir` is in use" in str(error) else 2
+            del others
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    lock.check()

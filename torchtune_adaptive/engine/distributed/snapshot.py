@@ -204,7 +204,8 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
 class KeptBuffers:
     """The buffers and other tensors that are at ``places`` now, and copies of them on the same device.
 
-    What cannot be refilled, such as an expanded or a sparse buffer, is put back without a copy of its values.
+    What cannot be refilled, such as an expanded or a sparse buffer, is put back as the same object. Changes of its
+    values in place are not undone: a trial refuses them.
 
     Args:
         copies: has those of more than 1 MiB instead, such as quantized weights. None: all are on the device.

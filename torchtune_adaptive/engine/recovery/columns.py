@@ -178,7 +178,7 @@ def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _is_tensor_dict(batch: Any) -> bool:
     """Whether a batch is a mapping that checks the length of each column, as ``tensordict.TensorDict`` does."""
-    return isinstance(batch, Mapping) and hasattr(type(batch), "batch_size")
+    return isinstance(batch, Mapping) and isinstance(getattr(batch, "batch_size", None), torch.Size)
 
 
 def _with_values(batch: Any, values: dict[str, Any]) -> Any:

@@ -239,16 +239,15 @@ class RecoverableStep(Generic[Sums]):
         if self._is_enabled and self._recovery is None:
             self.prepare(samples)
         self._number += 1
-        return self._run_step(samples, is_outdated=is_outdated)
+        return self._run_step(samples, self._cutter.size, is_outdated=is_outdated)
 
-    def _run_step(self, samples: Any, *, is_outdated: bool) -> Sums:
+    def _run_step(self, samples: Any, size_before: int, *, is_outdated: bool) -> Sums:
         if self._limited is not None:
             self._limited.count([one.state for one in optimizers_within(self._loop.optimizers)])
         if self._recovery is None:
             return self._run_without_recovery(samples)
         self._check_no_gradients()
         self._recovery.start_step()
-        size_before = self._cutter.size
         self._grow_if_due()
         self._watch.start_step(self._cutter.size)
         tensors = [] if self._cutter.adds_up else tensors_in(samples)
@@ -257,7 +256,7 @@ class RecoverableStep(Generic[Sums]):
             micro_batches = self._cutter.cut(samples)
             if self._any_outdated(is_outdated, len(micro_batches)):
                 self.prepare(samples)
-                return self._run_step(samples, is_outdated=False)
+                return self._run_step(samples, size_before, is_outdated=False)
             attempt = self._recovery.attempt(self._micro_steps(micro_batches), numbers=self._watch.last_step)
             is_changed = not self._gives_copies and versions(tensors) != unchanged
             self._gives_copies |= is_changed
@@ -279,7 +278,9 @@ class RecoverableStep(Generic[Sums]):
         return cast(Sums, attempt.result)
 
     def _any_outdated(self, is_outdated: bool, num_micro_steps: int) -> bool:
-        """Whether what the dry run has found may have changed on any rank. Checks the micro-steps if not. A collective.
+        """Whether what the dry run has found may have changed on any rank. A collective.
+
+        If nothing has, it checks that all ranks have equally many micro-steps.
 
         Raises:
             InputError: some rank has fewer micro-steps than another, or none has any. Raised on every rank.
@@ -466,7 +467,7 @@ class RecoverableStep(Generic[Sums]):
     def _is_outdated(self, samples: Any) -> bool:
         """Whether what the dry run has found may have changed on this rank, or only now two samples can be compared."""
         if _values(self._children) != self._all_children and _with_tensors(self._loop.model) != self._modules:
-            return True  # whose buffers it does not restore
+            return True  # the dry run has not seen the buffers of new modules
         if any(parameter.requires_grad is not was for parameter, was in self._is_trained.items()):
             return True  # other collectives reduce gradients
         if self._recovery is not None and self._recovery.has_other_settings:
@@ -573,4 +574,5 @@ def _values(children: Iterable[dict[str, nn.Module | None]]) -> list[nn.Module |
 
 def _with_tensors(model: nn.Module) -> list[nn.Module]:
     """The modules of ``model`` that have parameters or buffers of their own."""
-    return [one for one in model.modules() if one._parameters or one._buffers]
+    own = ((one, (*one._parameters.values(), *one._buffers.values())) for one in model.modules())
+    return [one for one, tensors in own if any(tensor is not None for tensor in tensors)]

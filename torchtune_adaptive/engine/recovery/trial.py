@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchtune_adaptive.engine.distributed.attributes import can_be_refilled
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.snapshot import RandomStates, seed_everything
 from torchtune_adaptive.engine.loop import Loop, is_compiled, sum_of_results
@@ -150,12 +151,12 @@ class Trial:
         self._before = _sums_of_gradients(self._model, self._device)
 
     def starts_finite(self) -> bool:
-        """Leave out what has been added to the gradients since the last micro-step, and tell whether it is finite."""
+        """``start_here``, and tell whether what is left out is finite."""
         self.start_here()
         return bool(self._before.isfinite().all())
 
     def forget_earlier(self) -> None:
-        """Note that all gradients have been dropped."""
+        """Compare the next micro-step from zero: the caller has dropped all gradients."""
         self._before, self._has_earlier = 0, False
 
     def verdict(self, consensus: Consensus) -> Verdict:
@@ -325,8 +326,9 @@ class _Guard(OperationMode):
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
-        self._held = [(name, one.untyped_storage()) for name, one in tensors if one.layout is torch.strided]
-        self._names = {storage._cdata: name for name, storage in self._held}
+        held = [(name, one, _memory_of(one)) for name, one in tensors]
+        self._names = {id(one) if memory is None else memory._cdata: name for name, one, memory in held}
+        self._held = held  # so that no other tensor gets the same number
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         schema = getattr(func, "_schema", None)  # flex attention, a higher-order operator, has none
@@ -338,15 +340,22 @@ class _Guard(OperationMode):
 
     def _check(self, written: Any) -> None:
         for one in written if isinstance(written, list | tuple) else (written,):
-            if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
+            if not isinstance(one, torch.Tensor):
                 continue
-            if name := self._names.get(one.untyped_storage()._cdata):
+            memory = _memory_of(one)
+            if name := self._names.get(id(one) if memory is None else memory._cdata):
                 raise cannot_recover(f"a micro-step writes to {name}, which would happen twice if it ran again")
 
 
+def _memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The memory of a plain tensor; None of a sparse one, which has several."""
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+
+
 def _kept_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a micro-step must not write to, with names: plain tensors."""
+    """What a micro-step must not write to, with names: also buffers that could not be restored."""
     named: list[tuple[str, Any]] = [(f"the parameter `{name}`", one) for name, one in model.named_parameters()]
+    named += [(f"the buffer `{name}`", one) for name, one in model.named_buffers() if not can_be_refilled(one)]
     for name, one in model.named_parameters():
         named += [(f"`{key}` of the parameter `{name}`", value) for key, value in _attributes_of(one).items()]
     for optimizer in optimizers:
