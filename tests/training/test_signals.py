@@ -103,7 +103,7 @@ def test_a_rank_asks_for_a_signal_at_its_launchers_end(
     environment = {} if run_id is None else {"TORCHELASTIC_RUN_ID": run_id}
     monkeypatch.setattr(signals, "os", SimpleNamespace(environ=environment, getppid=lambda: next(numbers)))
     monkeypatch.setattr(signals, "sys", SimpleNamespace(platform="linux"))
-    monkeypatch.setattr(signals, "ctypes", SimpleNamespace(CDLL=lambda name: library))
+    monkeypatch.setattr(signals, "_LIBC", library)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(signal, "raise_signal", raised.append)
     signals.end_as_asked()
