@@ -3,8 +3,7 @@
 import argparse
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,6 +16,7 @@ from torchtune_adaptive.files import write_atomically, writing
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.checks import check_config
 from torchtune_adaptive.stock.configs import data_parallel_ranks, resolved
+from torchtune_adaptive.training.signals import handled
 
 _HELP = """Find the settings that train fastest among those that leave the training as it is, up to rounding.
 
@@ -81,7 +81,8 @@ def run_fastest(arguments: Sequence[str]) -> None:
     climb = Climb(measure, plan, 60 * options.minutes)
     was_stopped = False
     try:
-        with ended_by_signal():
+        # A request to end raises KeyboardInterrupt, as Ctrl-C does, so that no set-up stays behind.
+        with handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):
             climb.run(questions_of(whole, recipe=recipe, ranks=ranks, kinds=options.kinds))
     except KeyboardInterrupt:
         if not any(one.timings for one in climb.outcomes):
@@ -100,21 +101,6 @@ def run_fastest(arguments: Sequence[str]) -> None:
     if hint := _hint(whole):
         print(hint)
     print_command(torchrun_options, recipe, path)
-
-
-@contextmanager
-def ended_by_signal() -> Iterator[None]:
-    """Context: a request to end raises ``KeyboardInterrupt``, as Ctrl-C does, so that no set-up stays behind.
-
-    A SIGHUP that is ignored, as under ``nohup``, stays ignored.
-    """
-    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
-    before = {one: signal.signal(one, signal.default_int_handler) for one in heard}
-    try:
-        yield
-    finally:
-        for one, way in before.items():
-            signal.signal(one, way)
 
 
 def planned_rows(cfg: DictConfig, ranks: int, search: Any) -> int | None:

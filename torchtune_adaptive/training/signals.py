@@ -4,7 +4,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -30,18 +30,26 @@ class StopRequest:
 
         A SIGHUP that is ignored, as under ``nohup``, stays ignored.
         """
-        heard = [signal.SIGTERM, signal.SIGUSR1]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            heard.append(signal.SIGHUP)
-        before = {one: signal.signal(one, self._make) for one in heard}
-        try:
+        with handled(self._make, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             yield
-        finally:
-            for one, way in before.items():
-                signal.signal(one, way)
 
     def _make(self, number: int, frame: FrameType | None) -> None:
         self._is_made = True
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], object], *kinds: signal.Signals) -> Iterator[None]:
+    """Context: ``handler`` is called for signals of these kinds. Only in the main thread.
+
+    A SIGHUP that is ignored, as under ``nohup``, stays ignored.
+    """
+    heard = [one for one in kinds if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, handler) for one in heard}
+    try:
+        yield
+    finally:
+        for one, way in before.items():
+            signal.signal(one, way)
 
 
 def end_as_asked() -> None:

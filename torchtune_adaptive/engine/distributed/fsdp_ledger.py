@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ class FsdpLedger(Ledger):
         self._communicators = communicators(model)
         if any(isinstance(found.all_gather, RecordedAllGather) for found in self._communicators):
             raise CannotRecordError("another `RecoverableStep` of this model has not been closed")
-        groups = {group for found in self._communicators for group in (found.shard_group, found.replicate_group)}
-        self.groups = {group for group in groups if group is not None}
+        of_each = ((found.shard_group, found.replicate_group) for found in self._communicators)
+        self.groups = {*chain.from_iterable(of_each)} - {None}
         self.can_record_dry = all(found.replicate_group is None for found in self._communicators)
         for index, found in enumerate(self._communicators):
             replicated = found.replicate_group is not None

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError, drop_unfinished_masks
 
-# Of the setters ``set_reshard_after_forward`` and ``_backward``, ``set_requires_gradient_sync`` and ``_all_reduce``,
-# and ``set_unshard_in_backward``.
+# Of the setters of resharding after a forward and a backward pass, of gradients' reductions, and of unsharding.
 _GROUP_SETTINGS = (
     "post_forward_mesh_info",
     "reshard_after_backward",

@@ -77,15 +77,19 @@ class Recovery:
 
     @property
     def has_other_settings(self) -> bool:
-        """Whether FSDP2's settings have changed since the dry run."""
-        return not KeptSettings(self._states).is_like(self._first_settings)
+        """Whether FSDP2's settings were others when the step started than after the dry run."""
+        return not self._settings.is_like(self._first_settings)
 
     def start_step(self) -> None:
-        """Save random states, buffers and attributes of modules, which failed attempts restore. A collective."""
+        """Save all that failed attempts restore: random states, buffers, attributes of modules, FSDP2's settings.
+
+        A collective.
+        """
         self._ledger.start_step()
         self._random_states = RandomStates(self._loop.device)
         self._kept = KeptBuffers(self._buffers) if self._kept is None else self._kept.renewed()
         self._attributes.save()
+        self._settings = KeptSettings(self._states)
 
     def attempt(self, micro_steps: Sequence[Callable[[], Result]], *, numbers: Sequence[int] = ()) -> Attempt[Result]:
         """Run ``micro_steps``, equally many on every rank, and agree on the outcome.
@@ -101,7 +105,6 @@ class Recovery:
                 launcher then ends the others.
         """
         attempt = Attempt[Result]()
-        self._settings = KeptSettings(self._states)
         for number, micro_step in enumerate(micro_steps, start=1):
             drop_forward_passes(self._states)
             self._ledger.begin(is_last=number == len(micro_steps))

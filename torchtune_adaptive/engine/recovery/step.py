@@ -235,19 +235,20 @@ class RecoverableStep(Generic[Sums]):
         """
         self._check_open()
         check_no_search()
-        is_outdated = self._recovery is not None and self._is_outdated(samples)
-        if self._is_enabled and self._recovery is None:
+        if needs_dry_run := self._is_enabled and self._recovery is None:
             self.prepare(samples)
         self._number += 1
-        return self._run_step(samples, self._cutter.size, is_outdated=is_outdated)
+        return self._run_step(samples, self._cutter.size, is_fresh=needs_dry_run)
 
-    def _run_step(self, samples: Any, size_before: int, *, is_outdated: bool) -> Sums:
+    def _run_step(self, samples: Any, size_before: int, *, is_fresh: bool) -> Sums:
+        """Run the step; unless the dry run ``is_fresh``, after another one if a rank needs it."""
         if self._limited is not None:
             self._limited.count([one.state for one in optimizers_within(self._loop.optimizers)])
         if self._recovery is None:
             return self._run_without_recovery(samples)
         self._check_no_gradients()
         self._recovery.start_step()
+        is_outdated = not is_fresh and self._is_outdated(samples)
         self._grow_if_due()
         self._watch.start_step(self._cutter.size)
         tensors = [] if self._cutter.adds_up else tensors_in(samples)
@@ -256,7 +257,7 @@ class RecoverableStep(Generic[Sums]):
             micro_batches = self._cutter.cut(samples)
             if self._any_outdated(is_outdated, len(micro_batches)):
                 self.prepare(samples)
-                return self._run_step(samples, size_before, is_outdated=False)
+                return self._run_step(samples, size_before, is_fresh=True)
             attempt = self._recovery.attempt(self._micro_steps(micro_batches), numbers=self._watch.last_step)
             is_changed = not self._gives_copies and versions(tensors) != unchanged
             self._gives_copies |= is_changed
