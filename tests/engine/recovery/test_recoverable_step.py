@@ -507,7 +507,7 @@ def test_ranks_exchange_once_in_a_step_and_twice_if_their_numbers_may_differ(is_
     assert begin_max.call_count == exchanges
 
 
-def test_a_module_that_is_added_in_training_is_restored_too() -> None:
+def test_a_module_that_is_added_in_training_is_restored_too(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     step = RecoverableStep(
         model, lambda rows: model(rows).sum().backward(), micro_batch_size=4, on_event=lambda event: None
@@ -521,6 +521,7 @@ def test_a_module_that_is_added_in_training_is_restored_too() -> None:
     step(SAMPLES[:4])
     assert step.retries == 1
     assert added.count == 2
+    assert "Step 2 needs another dry run, because the model has other modules" in caplog.text
 
 
 def test_a_module_without_tensors_that_each_step_makes_anew_needs_no_dry_run() -> None:

@@ -248,7 +248,8 @@ class RecoverableStep(Generic[Sums]):
             return self._run_without_recovery(samples)
         self._check_no_gradients()
         self._recovery.start_step()
-        is_outdated = not is_fresh and self._is_outdated(samples)
+        changed = "" if is_fresh else self._what_has_changed()
+        is_outdated = bool(changed) or (not is_fresh and self._may_compare(samples))
         self._grow_if_due()
         self._watch.start_step(self._cutter.size)
         tensors = [] if self._cutter.adds_up else tensors_in(samples)
@@ -256,6 +257,7 @@ class RecoverableStep(Generic[Sums]):
         while True:
             micro_batches = self._cutter.cut(samples)
             if self._any_outdated(is_outdated, len(micro_batches)):
+                self._tell_of(changed)
                 self.prepare(samples)
                 return self._run_step(samples, size_before, is_fresh=True)
             attempt = self._recovery.attempt(self._micro_steps(micro_batches), numbers=self._watch.last_step)
@@ -465,17 +467,26 @@ class RecoverableStep(Generic[Sums]):
             log.warning("An out-of-memory error will end the run. %s", self._must_stay_whole)
         self.disable()
 
-    def _is_outdated(self, samples: Any) -> bool:
-        """Whether what the dry run has found may have changed on this rank, or only now two samples can be compared."""
+    def _what_has_changed(self) -> str:
+        """Why what the dry run has found may no longer hold on this rank, or ""."""
         if _values(self._children) != self._all_children and _with_tensors(self._loop.model) != self._modules:
-            return True  # the dry run has not seen the buffers of new modules
+            return "the model has other modules"  # whose buffers the dry run has not seen
         if any(parameter.requires_grad is not was for parameter, was in self._is_trained.items()):
-            return True  # other collectives reduce gradients
+            return "other parameters are trained"  # other collectives reduce gradients
         if self._recovery is not None and self._recovery.has_other_settings:
-            return True  # other collectives gather parameters
+            return "settings of FSDP2 are others"  # other collectives gather parameters
         if any(module.training is not was for module, was in self._batch_norms):
-            return True  # samples may be mixed
+            return "a batch norm is in another mode"  # samples may be mixed
+        return ""
+
+    def _may_compare(self, samples: Any) -> bool:
+        """Whether only now two samples can be compared."""
         return self._trials_left > 0 and self._cutter.num_to_try(samples) > 1
+
+    def _tell_of(self, changed: str) -> None:
+        """Say on the first rank what has changed on any, because another dry run takes time. A collective."""
+        if (reason := self._loop.consensus.first_reason(changed)) and self._loop.consensus.rank == 0:
+            log.warning("Step %d needs another dry run, because %s than in the last one.", self._number, reason)
 
     def _dry_run_with_samples_that_count(self, samples: Any) -> DryRun:
         """A dry run with two samples that have gradients, if a few tries find them. A collective.
