@@ -50,6 +50,7 @@ def plan_model(arguments: Sequence[str]) -> None:
     training = RunKeys.of(keys, Arguments.of(given.trainer)).training  # refuses keys before torch is imported
     used = require_integer(size_key, training[size_key], minimum=1) if size_key in training else None
 
+    from torchtune_adaptive.engine.memory.out_of_memory import only_new_garbage
     from torchtune_adaptive.plan.any_loop import LoopPlan, plan_of_loop  # torch takes seconds to import
     from torchtune_adaptive.plan.hugging_face.changes import ways_to_fit
     from torchtune_adaptive.plan.hugging_face.run import UNCERTAINTY, HuggingFaceRun
@@ -74,7 +75,8 @@ def plan_model(arguments: Sequence[str]) -> None:
             given.hf, trainer=given.trainer, keys=keys, seq_len=seq_len, ranks=ranks, mean_len=mean_len
         )
         planned = plan(run, asked, used)
-        ways = [] if planned.fits else list(ways_to_fit(run, planned, lambda changed: plan(changed, [1])))
+        with only_new_garbage():
+            ways = [] if planned.fits else list(ways_to_fit(run, planned, lambda changed: plan(changed, [1])))
     print(json.dumps(plan_json(planned, ways=ways), indent=2) if given.json else plan_text(planned, ways=ways))
 
 
