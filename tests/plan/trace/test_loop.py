@@ -26,6 +26,7 @@ from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.replay import exact
 from torchtune_adaptive.plan.trace.events import Event
+from torchtune_adaptive.plan.trace.fake_step import FakeStep, known_values
 from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import BlockwiseOptimizer
 from torchtune_adaptive.plan.trace.recorder import _Change, _in_order
@@ -395,6 +396,23 @@ def sharded(model: nn.Sequential | None = None) -> nn.Module:
     for module in (model[0], model[1], model):
         fully_shard(module)
     return model
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        lambda places: places <= places[:, None],
+        lambda places: places.repeat(2**20, 1),
+        lambda places: places.new_zeros(2**20, 2**20),
+    ],
+    ids=["compared", "repeated", "new"],
+)
+def test_a_large_result_of_known_values_has_none_and_takes_no_memory(large: Callable[[torch.Tensor], torch.Tensor]):
+    """As the attention mask of long rows in transformers: here 1 TiB and more."""
+    with FakeStep(like_cuda=False).faking():
+        places = torch.arange(2**20)
+        assert known_values(large(places)) is None
+        assert known_values(places) is not None
 
 
 def test_fsdp2_takes_memory_in_several_streams_also_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch):

@@ -5,8 +5,9 @@ positions, are computed nevertheless: models read them to choose their operation
 """
 
 import logging
+import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -36,6 +37,8 @@ _FACTORIES = {
     _ATEN.ones.default,
     _ATEN.zeros.default,
 }
+_REPEAT = _ATEN.repeat.default
+_OF_ANY_SIZE = {_REPEAT, _ATEN.new_full.default, _ATEN.new_ones.default, _ATEN.new_zeros.default}
 _PLAIN = (torch.Tensor, nn.Parameter)
 _MOST_KNOWN = 2**20  # elements of a tensor whose values are known
 _UNKNOWN_INTEGER = 99_991  # no size that anybody would choose
@@ -124,7 +127,8 @@ class FakeStep(FakeTensorMode):
             _require_known_sizes(func, args, kwargs)
         if func not in self.lift_fns and _has_plain((args, kwargs.values())):  # these get values of `torch.tensor`
             args, kwargs = tree_map_only(torch.Tensor, self._adopt, (args, kwargs))
-        outputs = super().__torch_dispatch__(func, types, args, kwargs)
+        with _without_values(_operands_of_large(func, args)):
+            outputs = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _FACTORIES:
             outputs = self._known(outputs, func, args, kwargs)
         self._keep_storages(outputs)
@@ -191,6 +195,32 @@ class FakeStep(FakeTensorMode):
         with _disable_current_modes():
             real = func(*args, **kwargs)
         return self.fake(real)
+
+
+def _operands_of_large(func: Any, args: Any) -> list[FakeTensor]:
+    """The tensors from whose known values torch would compute a result that is too large to be known."""
+    operands = [one for one in args if isinstance(one, FakeTensor)]
+    if not operands or any(one.constant is None for one in operands):
+        return []
+    if func in _OF_ANY_SIZE:
+        num_elements = math.prod(args[1]) * (operands[0].numel() if func is _REPEAT else 1)
+    elif len(operands) > 1 and torch.Tag.pointwise in func.tags:
+        num_elements = math.prod(torch.broadcast_shapes(*(one.shape for one in operands)))
+    else:
+        return []
+    return operands if num_elements > _MOST_KNOWN else []
+
+
+@contextmanager
+def _without_values(tensors: Sequence[FakeTensor]) -> Iterator[None]:
+    kept = [one.constant for one in tensors]
+    for one in tensors:
+        one.constant = None
+    try:
+        yield
+    finally:
+        for one, values in zip(tensors, kept, strict=True):
+            one.constant = values
 
 
 def _has_plain(values: Iterable[Any]) -> bool:
