@@ -3,10 +3,10 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.full_disk import FullDisk
 from torchtune_adaptive.files import check_writable, write_atomically
 
 
@@ -36,19 +36,11 @@ def test_a_path_that_cannot_be_written_is_refused_and_left_as_it_is(name: str, t
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("fault", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_the_former_file_whole(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_former_file_whole(call: str, tmp_path: Path) -> None:
     path = write_atomically(tmp_path / "state.json", "former")
-
-    def refuse(*_: Any) -> None:
-        raise OSError("no space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, fault, refuse)
-        with pytest.raises(OSError, match="no space left"):
-            write_atomically(path, "latter")
+    with FullDisk(os, call), pytest.raises(OSError, match="No space left"):
+        write_atomically(path, "latter")
     assert path.read_text() == "former"
 
 

@@ -1,6 +1,5 @@
 """A refusal is printed once per node, whichever ranks refuse; without torchrun, a launch has one process."""
 
-import errno
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import torch
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from tests.support.full_disk import FullDisk
 from torchtune_adaptive import launch
 from torchtune_adaptive.errors import CheckpointError, InputError, RunEnded
 
@@ -105,15 +105,10 @@ def test_without_torchruns_folder_every_rank_prints_it(
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_on_a_full_disk_every_rank_prints_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    launch._say_once("a signal ended the run.")
-    launch._say_once("a signal ended the run.")
+def test_on_a_full_disk_every_rank_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with FullDisk(os, "write", stays_full=True):
+        launch._say_once("a signal ended the run.")
+        launch._say_once("a signal ended the run.")
     assert capsys.readouterr().err == "recipe: a signal ended the run.\n" * 2
 
 

@@ -1,8 +1,9 @@
 """The profiler advances once per step, and the memory history covers the steps asked for."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,45 +12,36 @@ from torchtune_adaptive.errors import RunEnded
 from torchtune_adaptive.training.profiling import StepProfiler
 
 
-class Calls:
-    """Replaces torchtune's profiler and CUDA's memory history, and records the calls in order."""
-
-    def __init__(self) -> None:
-        self.made: list[str] = []
-
-    def start(self) -> None:
-        self.made.append("start")
-
-    def step(self) -> None:
-        self.made.append("step")
-
-    def stop(self) -> None:
-        self.made.append("stop")
-
-    def record_memory_history(self, **options: Any) -> None:
-        self.made.append(f"history{options or ''}")
-
-
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    calls = Calls()
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", calls.record_memory_history)
-    return calls
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of torchtune's profiler and of CUDA's memory history, in order."""
+    made: list[str] = []
+
+    def record_memory_history(**options: object) -> None:
+        made.append(f"history{options or ''}")
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record_memory_history)
+    return made
 
 
-def run(profiler: StepProfiler, calls: Calls, *, epochs: int = 2, steps: int = 5) -> dict[str, list[str]]:
+def profiler_of(calls: list[str], *, memory_steps: range | None = None) -> StepProfiler:
+    torchtunes = SimpleNamespace(**{name: partial(calls.append, name) for name in ("start", "step", "stop")})
+    return StepProfiler(torchtunes, memory_steps=memory_steps)
+
+
+def run(profiler: StepProfiler, calls: list[str], *, epochs: int = 2, steps: int = 5) -> dict[str, list[str]]:
     """The calls before and after each step, by "epoch.step", and around training."""
     with profiler.running():
-        asked = {"begin": calls.made.copy()}
+        asked = {"begin": calls.copy()}
         for epoch in range(epochs):
             for step in range(1, steps + 1):
-                calls.made.clear()
+                calls.clear()
                 profiler.begin_step(epoch, step)
-                calls.made.append("training")
+                calls.append("training")
                 profiler.end_step(epoch, step)
-                asked[f"{epoch}.{step}"] = calls.made.copy()
-        calls.made.clear()
-    return asked | {"end": calls.made}
+                asked[f"{epoch}.{step}"] = calls.copy()
+        calls.clear()
+    return asked | {"end": calls}
 
 
 @pytest.mark.parametrize(
@@ -60,13 +52,13 @@ def run(profiler: StepProfiler, calls: Calls, *, epochs: int = 2, steps: int = 5
     ],
 )
 def test_an_end_of_all_ranks_stops_the_profiler_and_an_error_does_not(
-    end: Exception, made: list[str], calls: Calls
+    end: Exception, made: list[str], calls: list[str]
 ) -> None:
     """Stopping the profiler is a collective if it writes a trace."""
-    with pytest.raises(type(end)) as caught, StepProfiler(calls, memory_steps=None).running():
+    with pytest.raises(type(end)) as caught, profiler_of(calls).running():
         raise end
     assert caught.value is end
-    assert calls.made == made
+    assert calls == made
 
 
 @pytest.mark.parametrize(("active", "end"), [(1, None), (3, RunEnded("a signal", 75))])
@@ -95,9 +87,9 @@ def test_a_trace_that_cannot_be_written_is_logged_and_hides_nothing(
     [(range(2, 5), "0.2", "0.4"), (None, "", "")],
 )
 def test_the_profiler_steps_with_training_and_memory_history_is_recorded_in_its_steps_of_the_first_epoch(
-    calls: Calls, memory_steps: range | None, first: str, last: str
+    calls: list[str], memory_steps: range | None, first: str, last: str
 ) -> None:
-    asked = run(StepProfiler(calls, memory_steps=memory_steps), calls)
+    asked = run(profiler_of(calls, memory_steps=memory_steps), calls)
     expected = {place: ["training", "step"] for place in asked} | {"begin": ["start"], "end": ["stop"]}
     if memory_steps is not None:
         expected[first] = ["history", *expected[first]]
