@@ -1,6 +1,9 @@
 """The tiny assets: the same bytes for the same arguments, and made again unless they are complete."""
 
+import functools
+import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -16,12 +19,22 @@ def contents(directory: Path) -> list[bytes]:
     return [(directory / name).read_bytes() for name in names]
 
 
-@pytest.mark.slow
-def test_same_arguments_give_the_same_bytes(tiny_dir: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples are those of one package: to read the whole standard library takes long."""
+    package = Path(sysconfig.get_path("stdlib")) / "asyncio"
+    monkeypatch.setattr(tiny, "sysconfig", SimpleNamespace(get_path=lambda _: str(package)))
+    for name in ("_stdlib_samples", "_tokenizer"):
+        monkeypatch.setattr(tiny, name, functools.cache(getattr(tiny, name).__wrapped__))
+
+
+@pytest.mark.usefixtures("small_library")
+def test_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
+    make_tiny_assets(tmp_path / "first", num_samples=200)
     tiny._stdlib_samples.cache_clear()
     tiny._tokenizer.cache_clear()
-    make_tiny_assets(tmp_path, num_samples=400)
-    assert contents(tmp_path) == contents(tiny_dir)
+    make_tiny_assets(tmp_path / "second", num_samples=200)
+    assert contents(tmp_path / "first") == contents(tmp_path / "second")
 
 
 def test_every_sample_has_a_label_to_learn(tiny_dir: Path) -> None:
@@ -31,7 +44,7 @@ def test_every_sample_has_a_label_to_learn(tiny_dir: Path) -> None:
     assert all(any(label != -100 for label in sample["labels"]) for sample in dataset)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("small_library")
 @pytest.mark.parametrize("remaking", [False, True])
 def test_assets_of_a_killed_run_are_made_again_and_complete_ones_are_kept(
     remaking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -52,12 +65,14 @@ def test_assets_of_a_killed_run_are_made_again_and_complete_ones_are_kept(
     make_tiny_assets(tmp_path, num_samples=20)
 
 
+@pytest.mark.usefixtures("small_library")
 @pytest.mark.parametrize("num_samples", [0, 10**9])
 def test_an_impossible_number_of_samples_is_refused(num_samples: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"^`num_samples` must be in \[1, \d+\], but is {num_samples} inst"):
         make_tiny_assets(tmp_path, num_samples=num_samples)
 
 
+@pytest.mark.usefixtures("small_library")
 def test_the_command_says_where_the_assets_are_or_why_there_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
