@@ -1,7 +1,5 @@
 """A fault strikes once, at the operation, in the phase and on the ranks given, and is removed afterwards."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.ranks import RanksFailedError, run_alone
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.fsdp_ledger import FsdpLedger, RecordedAllGather
 from torchtune_adaptive.engine.distributed.fsdp_state import AllGather
@@ -17,7 +16,7 @@ from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.engine.recovery.attempts import Recovery
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import PressureWatch
-from torchtune_adaptive.testing import Fault, faults_in
+from torchtune_adaptive.testing import Fault, faults_in, kill_process
 
 CPU = torch.device("cpu")
 PATCHED = [
@@ -149,20 +148,14 @@ def test_only_what_happens_in_its_phase_counts() -> None:
 # ---- how it strikes
 
 
+def _is_killed() -> None:
+    with Fault(1, strike=kill_process):
+        doubled(1)
+
+
 def test_a_process_that_is_killed_does_not_clean_up() -> None:
-    code = """
-import atexit, torch
-from torchtune_adaptive.testing import Fault, kill_process
-atexit.register(print, "cleaned up", flush=True)
-with Fault(1, strike=kill_process):
-    torch.ones(1)
-    print("alive", flush=True)
-    torch.ones(1)
-print("still alive", flush=True)
-"""
-    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=600)
-    assert ended.returncode == -9
-    assert ended.stdout == "alive\n"
+    with pytest.raises(RanksFailedError, match="died with exit status -9"):
+        run_alone(_is_killed)
 
 
 # ---- afterwards
