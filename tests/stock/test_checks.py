@@ -1,6 +1,5 @@
 """What is refused of a config before its recipe is set up."""
 
-import importlib
 import logging
 import math
 import subprocess
@@ -30,9 +29,6 @@ from torchtune_adaptive.stock.checks import (
     check_top_level_keys,
     why_unrecoverable,
 )
-from torchtune_adaptive.stock.installed import config_dir, recipe_dir
-
-CONFIGS = [path for folder in (recipe_dir() / "configs", config_dir()) for path in folder.rglob("*.yaml")]
 
 
 def refusal(check: Any, *given: Any) -> str:
@@ -169,17 +165,6 @@ def test_a_value_that_a_component_does_not_take_is_refused(block: dict[str, Any]
 )
 def test_a_value_that_a_component_may_take_passes(block: Any) -> None:
     check_components(OmegaConf.create({"block": block}))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The import path:DeprecationWarning")  # torchtune's, of its own phi4
-def test_the_keys_and_values_of_every_config_pass() -> None:
-    importlib.import_module("tests.support.images")  # which finds torchvision
-    assert len(CONFIGS) > 150
-    for path in CONFIGS:
-        cfg: Any = OmegaConf.load(path)
-        check_top_level_keys(cfg)
-        check_components(cfg)
 
 
 # ---- messages of other libraries
