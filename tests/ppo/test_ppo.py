@@ -202,14 +202,9 @@ def test_the_first_loss_that_is_not_finite_is_named_with_the_last_good_checkpoin
     assert event["checkpoint"] == str(tmp_path / f"step_{event['step'] - 2}")
 
 
-def test_settings_of_the_adaptive_training_loop_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError) as refused:
-        ppo.AdaptivePPOFullFinetuneRecipeSingleDevice(ppo_config(tmp_path, tmp_path, adaptive={"global_batch_size": 8}))
-    assert str(refused.value) == "`adaptive.global_batch_size` must be null for PPO, but is 8 instead."
-
-
 # Keys, values that are refused, and the beginning of the message.
 REFUSED = [
+    ("adaptive", {"global_batch_size": 8}, "`adaptive.global_batch_size` must be null for PPO, but is 8 instead."),
     ("num_steps", None, "`num_steps` must be an integer, but is None instead."),
     ("checkpointer__output_dir", "", "`checkpointer.output_dir` must be a folder, but is '' instead."),
     (

@@ -88,6 +88,19 @@ class Run:
         return str(refused.value)
 
 
+def save_with_link(run: Run, recipe_state: dict[str, Any], **files: str) -> tuple[Path, Path]:
+    """The second epoch, saved with ``recipe_state``, and the other name of that file."""
+    directory = run.folder.start("epoch_1")
+    for name, content in files.items():
+        (directory / f"{name}.bin").write_text(content)
+    torch.save({training.EPOCHS_KEY: 2} | recipe_state, directory / RECIPE_STATE_NAME)
+    path = run.folder.finish("epoch_1", replace(STATE, epochs_run=2))
+    link = run.folder.path / "recipe_state" / RECIPE_STATE_NAME
+    link.parent.mkdir()
+    os.link(path / RECIPE_STATE_NAME, link)
+    return path, link
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "run")
@@ -250,13 +263,7 @@ def test_a_run_that_continues_torchtunes_and_was_killed_before_it_saved_continue
 
 def test_a_damaged_epoch_is_not_taken_for_one_of_torchtune(run: Run) -> None:
     """Unless torchtune has written it again, in a folder that has our state from before."""
-    directory = run.folder.start("epoch_1")
-    (directory / "model.bin").write_text("weights")
-    torch.save({training.EPOCHS_KEY: 2}, directory / RECIPE_STATE_NAME)
-    path = run.folder.finish("epoch_1", replace(STATE, epochs_run=2))
-    state = run.folder.path / "recipe_state" / "recipe_state.pt"
-    state.parent.mkdir()
-    os.link(path / RECIPE_STATE_NAME, state)
+    path, state = save_with_link(run, {}, model="weights")
     (path / "model.bin").write_text("shorter")
     assert stock_checkpoint(run.folder.path, in_background=False) is None
     (path / STATE_NAME).rename(path / "kept.json")
@@ -315,12 +322,7 @@ def test_a_run_whose_last_epoch_is_damaged_is_not_complete(run: Run, caplog: pyt
 
 def test_damaged_optimizer_state_is_not_taken_for_torchtunes(run: Run) -> None:
     run.save("epoch_0", epochs_run=1)
-    directory = run.folder.start("epoch_1")
-    torch.save({training.EPOCHS_KEY: 2, "moment": 1}, directory / RECIPE_STATE_NAME)
-    path = run.folder.finish("epoch_1", replace(STATE, epochs_run=2))
-    state = run.folder.path / "recipe_state" / "recipe_state.pt"
-    state.parent.mkdir()
-    os.link(path / RECIPE_STATE_NAME, state)
+    path, state = save_with_link(run, {"moment": 1})
     assert run.name_of("auto") == "epoch_1"
     torch.save({training.EPOCHS_KEY: 2, "moment": 2}, state)  # of the same size
     assert "a new run would overwrite" in run.refusal("auto")

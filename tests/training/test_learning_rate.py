@@ -143,12 +143,6 @@ def test_a_run_resumed_in_an_epoch_of_other_steps_keeps_its_place_on_the_schedul
     assert resumed.first(7) == pytest.approx(expected[3:], rel=1e-6)
 
 
-def test_without_a_scheduler_the_rate_is_constant() -> None:
-    run = Run(0.25, build=None).begin(steps_per_epoch=3)
-    run.rate.change(epoch=1, step=3, steps_per_epoch=2)
-    assert run.first(10) == [0.25] * 10
-
-
 # ---- schedulers that do not follow
 
 

@@ -272,27 +272,18 @@ def test_a_checkpoint_that_cannot_be_written_is_logged_and_earlier_ones_are_kept
 
 
 @pytest.mark.usefixtures("little_room")
-def test_nothing_says_that_training_continues_where_a_signal_ends_it_without_a_checkpoint(
+def test_state_that_cannot_be_saved_is_logged_and_where_a_signal_ends_the_run_training_does_not_continue(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(tmp_path, every_steps=10)
-    run.optimizer.state[next(run.model.parameters())]["moments"] = [1]
-    with pytest.raises(CheckpointError, match="ended the run after step 5, but saving a checkpoint failed"):
-        run.steps.after_steps(5, stop=True, state=lambda: replace(STATE, global_step=5))
-    assert said(caplog) == [
-        "Checkpoint step_5 could not be saved: the optimizer's moments is a list, neither a plain tensor nor a number"
-        f" (3.0 MiB free in {tmp_path}). Earlier checkpoints are kept."
-    ]
-
-
-@pytest.mark.usefixtures("little_room")
-def test_state_that_cannot_be_saved_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path)
     run.optimizer.state[next(run.model.parameters())]["moments"] = [1]
     assert not run.save(1)
+    with pytest.raises(CheckpointError, match="ended the run after step 5, but saving a checkpoint failed"):
+        run.steps.after_steps(5, stop=True, state=lambda: replace(STATE, global_step=5))
     assert said(caplog) == [
-        "Checkpoint step_1 could not be saved: the optimizer's moments is a list, neither a plain tensor nor a number"
-        f" (3.0 MiB free in {tmp_path}). Earlier checkpoints are kept; training continues."
+        f"Checkpoint step_{step} could not be saved: the optimizer's moments is a list, neither a plain tensor nor a"
+        f" number (3.0 MiB free in {tmp_path}). Earlier checkpoints are kept{continues}."
+        for step, continues in ((1, "; training continues"), (5, ""))
     ]
     assert list(tmp_path.iterdir()) == []
 
