@@ -24,11 +24,12 @@ signal.signal(
 _START_PROCESSES = {"run_on_ranks", "run_alone", "tune_run", "launched", "subprocess", "getfixturevalue"}
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Each process of pytest-xdist keeps to a processor of its own, with the ranks that its tests start.
 
     Two ranks on one processor take turns. On two, each collective would wake the other one, which takes longer.
     """
+    config.addinivalue_line("filterwarnings", "ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker and hasattr(os, "sched_setaffinity"):
         processors = sorted(os.sched_getaffinity(0))

@@ -36,8 +36,6 @@ from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.train_step import TrainStep
 from torchtune_adaptive.training.trainer import Trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
-
 CPU = torch.device("cpu")
 VOCAB, WIDTH = 32, 16
 LENGTHS = [3, 8, 5, 2, 7, 4, 6, 8, 2, 3, 5, 8]

@@ -18,8 +18,6 @@ from torchtune_adaptive.report.read import read_run
 from torchtune_adaptive.training import run_log as module
 from torchtune_adaptive.training.run_log import LOG_NAME, RunLog
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
-
 PROBES = (
     Probe(batch_size=2, fits=True, peak_bytes=300, phase_peak_bytes={"": 10, "forward": 300}, seconds=0.25),
     Probe(batch_size=1000, fits=False, peak_bytes=9000, phase_peak_bytes={"": 10, "forward": 9000}, seconds=12.0),

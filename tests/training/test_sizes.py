@@ -28,8 +28,6 @@ from torchtune_adaptive.training.batch.micro_batches import MicroBatch
 from torchtune_adaptive.training.batch.row_format import PreferenceRows, RowFormat, TokenRows
 from torchtune_adaptive.training.sizes import SizeFinder, Sizes
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
-
 TOKEN_BYTES, GRADIENT_BYTES = 10, 400
 PLENTY_BYTES = 2**24
 MAXIMUM: dict[str, Any] = {"use_maximum_batch_size": True}

@@ -15,8 +15,6 @@ from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.sizes import Sizes
 from torchtune_adaptive.training.start import StartingPoint, starting_point
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
-
 EPOCHS = 4
 DATASET: Any = [{"tokens": [0]}] * 240  # with 2 micro-steps and 1 rank, 120 rows per micro-step are an epoch
 SEARCHED = Sizes(result=search_result(), seq_len=1, fitting_rows=8)

@@ -49,8 +49,6 @@ from torchtune_adaptive.training.run_state import AdaptiveState
 from torchtune_adaptive.training.sizes import Sizes
 from torchtune_adaptive.training.train_step import TrainStep
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
-
 CPU = torch.device("cpu")
 W, LR = 2.0, 0.25
 

@@ -15,7 +15,6 @@ from torchtune_adaptive.training.batch.micro_batches import MicroBatch, MicroBat
 from torchtune_adaptive.training.batch.row_format import TokenRows
 from torchtune_adaptive.training.utilisation import Utilisation
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
 ROWS = [{"tokens": [0] * length, "labels": [0] * length} for length in (3, 5)]
 
 

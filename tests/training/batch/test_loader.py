@@ -18,8 +18,6 @@ from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.training.batch.loader import GlobalBatchSampler, StepLoader, check_fills_step
 from torchtune_adaptive.training.batch.row_format import Row
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
-
 
 def dataset_of(samples: int, *, longest: int | None = None) -> Any:
     """Rows whose tokens are all their index in the data set; two tokens each, five at the index ``longest``."""
@@ -42,10 +40,16 @@ def steps_of(loader: StepLoader, epoch: int = 0) -> list[list[int]]:
 # ---- samples that cannot be used
 
 
-class LastIsUnreadable(list[Any]):
+class LastFails(list[Any]):
+    """Samples, of which reading the last one raises ``error``."""
+
+    def __init__(self, samples: list[Any], error: Exception) -> None:
+        super().__init__(samples)
+        self._error = error
+
     def __getitem__(self, index: Any) -> Any:
         if index == len(self) - 1:
-            raise KeyError("output")
+            raise self._error
         return super().__getitem__(index)
 
 
@@ -54,7 +58,11 @@ class LastIsUnreadable(list[Any]):
     ("dataset", "sentence"),
     [
         (dataset_of(8, longest=7), "`dataset` has 5 tokens in sample 7, but the model takes at most 4; set"),
-        (LastIsUnreadable(dataset_of(8)), "`dataset` cannot load sample 7: KeyError: 'output'."),
+        (LastFails(dataset_of(8), KeyError("output")), "`dataset` cannot load sample 7: KeyError: 'output'."),
+        (
+            LastFails(dataset_of(8), StopIteration()),  # which must not end the epoch
+            "`dataset` ended an epoch after 3 of 4 steps: a sample raised StopIteration.",
+        ),
         (
             [*dataset_of(7), {"tokens": [7, 7], "text": ""}],
             "Samples of `dataset` need tokens, labels, but sample 7 has tokens, text.",
@@ -186,22 +194,6 @@ def test_both_halves_of_a_step_know_their_samples_over_all_ranks(ranks: int, mor
 
 
 # ---- samples that are missing
-
-
-class Stopping(list[Any]):
-    """Samples that end the iteration over them."""
-
-    def __getitem__(self, place: Any) -> Any:
-        if place == 5:
-            raise StopIteration
-        return super().__getitem__(place)
-
-
-def test_a_sample_that_ends_the_iteration_does_not_end_the_epoch() -> None:
-    loader = step_loader(Stopping(dataset_of(8)), batch_size=2)
-    with pytest.raises(InputError) as refused:
-        steps_of(loader)
-    assert str(refused.value) == "`dataset` ended an epoch after 2 of 4 steps: a sample raised StopIteration."
 
 
 def test_a_data_set_that_fills_no_step_is_refused() -> None:
