@@ -46,11 +46,11 @@ GRID = [
 ]
 
 
-def _tallies(case: Case, patterns: str, stride: int, *kinds: Any) -> dict[str, Tally]:
-    """A fault at every ``stride``-th place, for each of ``patterns`` and ``kinds``, in alternating micro-steps."""
+def _tallies(case: Case, patterns: str, strides: dict[Any, int]) -> dict[str, Tally]:
+    """Faults of each kind at every so many places, for each of ``patterns``, in alternating micro-steps."""
     trials = Trials(case)
     tallies = {}
-    for kind, micro_step, pattern in product(kinds or ["operation"], range(case.accumulation), patterns.split()):
+    for (kind, stride), micro_step, pattern in product(strides.items(), range(case.accumulation), patterns.split()):
         points = every(trials.operations(micro_step, kind=kind), pattern, stride)[micro_step :: case.accumulation]
         tallies[f"{case}, {kind}, micro-step {micro_step}, {pattern}"] = trials.tally(points, micro_step, kind=kind)
     return tallies
@@ -68,10 +68,9 @@ def _assert_clean(ranks: list[dict[str, Tally]], *, points: int) -> None:
 
 
 def _a_few_faults(rank: int) -> dict[str, Tally]:
-    of_allocations = _tallies(CASES[0], "turns", 26, "storage growth") | _tallies(
-        CASES[0], "turns", 2, "all-gather allocation"
-    )
-    return _everywhere(rank, CASES, "turns", 409) | of_allocations
+    first, *others = CASES
+    tallies = _tallies(first, "turns", {"operation": 409, "storage growth": 26, "all-gather allocation": 2})
+    return tallies | _everywhere(rank, others, "turns", 409)
 
 
 def _drifted(rank: int) -> list[str]:
@@ -141,7 +140,7 @@ def test_all_ranks_know_if_one_ran_out_of_memory_and_the_largest_numbers(on_two:
 def _everywhere(rank: int, cases: list[Case], patterns: str, stride: int) -> dict[str, Tally]:
     tallies = {}
     for case in cases:
-        tallies |= _tallies(case, patterns, stride)
+        tallies |= _tallies(case, patterns, {"operation": stride})
     return tallies
 
 
