@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import DEVICE
 from torchtune_adaptive.engine.distributed.fsdp_state import fsdp_states, param_groups
@@ -20,27 +19,6 @@ from torchtune_adaptive.testing import Fault
 
 WIDTH = 8
 Result = TypeVar("Result")
-
-
-class FailsAt(TorchDispatchMode):
-    """Raises ``error`` instead of operation number ``point`` (from 0), or never if that is None.
-
-    For operations on wrappers such as DTensor, the operations that they consist of are counted instead.
-    """
-
-    def __init__(self, point: int | None, error: Exception | None = None) -> None:
-        super().__init__()
-        self.operations = 0
-        self._point = point
-        self._error = error or torch.OutOfMemoryError("injected: CUDA out of memory")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented
-        self.operations += 1
-        if self.operations - 1 == self._point:
-            raise self._error
-        return func(*args, **(kwargs or {}))
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from tests.engine.test_optimizers import picture
-from tests.support.faults import FailsAt, same_bits
+from tests.support.faults import same_bits
 from torchtune_adaptive.engine.distributed.snapshot import (
     KeptBuffers,
     KeptTensors,
@@ -26,7 +26,7 @@ from torchtune_adaptive.engine.distributed.snapshot import (
     restore_on_exit,
     tensor_places,
 )
-from torchtune_adaptive.testing import out_of_memory
+from torchtune_adaptive.testing import Fault, out_of_memory
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
@@ -140,7 +140,7 @@ def fail_in_backward(trainee: Trainee) -> None:
 
 def fail_in_mid_optimizer(trainee: Trainee) -> None:
     trainee.model(torch.randn(5, 6)).sum().backward()
-    with FailsAt(7):
+    with Fault(7):
         trainee.optimizer.step()
 
 

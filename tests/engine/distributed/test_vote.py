@@ -1,5 +1,6 @@
 """When any rank runs out of memory at any operation, all ranks know, none hangs, and the next step is right."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +10,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
-from tests.support.faults import FailsAt, ShardedTrainee, same_bits
+from tests.support.faults import ShardedTrainee, same_bits
 from tests.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.snapshot import restore_on_exit
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
-from torchtune_adaptive.testing import out_of_memory
+from torchtune_adaptive.testing import Fault, out_of_memory
 
 CPU = torch.device("cpu")
 POINTS = 12  # how many operations of a step are made to fail, evenly spread
@@ -43,19 +44,19 @@ class Scenarios:
             self.trainee.step()
             self.after_a_step = self.trainee.state()
 
-    def operations(self) -> int:
-        """How many operations a step has."""
-        counting = FailsAt(None)
+    def places(self, kind: Any = "operation") -> int:
+        """How many places for a fault a step has."""
+        counting = Fault(None, kind=kind)
         with restore_on_exit(self.trainee.model, [self.trainee.optimizer]), counting:
             self.trainee.step()
-        return counting.operations
+        return counting.count
 
-    def trial(self, points: dict[int, int], *, error: Exception | None = None) -> Trial:
+    def trial(self, points: dict[int, int], **fault: Any) -> Trial:
         """A step with faults, then one without, which must be as if nothing had happened."""
         model, optimizer = self.trainee.model, self.trainee.optimizer
 
         def work() -> None:
-            with FailsAt(points.get(self.rank), error):
+            with Fault(points.get(self.rank), **fault):
                 self.trainee.step()
 
         with restore_on_exit(model, [optimizer]):
@@ -71,23 +72,22 @@ class Scenarios:
             next_step_right = same_bits(self.trainee.state(), self.after_a_step)
         return Trial(points, outcome, as_before and next_step_right)
 
-    def one_rank_fails(self, *, points: int = POINTS) -> list[Trial]:
-        operations = self.operations()
-        spread = range(0, operations, operations // points)
-        return [self.trial({index % self.world_size: point}) for index, point in enumerate(spread)]
+    def one_rank_fails(self, *, points: int = POINTS, kind: Any = "operation") -> list[Trial]:
+        places = self.places(kind)
+        spread = range(0, places, max(places // points, 1))
+        return [self.trial({index % self.world_size: point}, kind=kind) for index, point in enumerate(spread)]
 
     def two_ranks_fail(self) -> list[Trial]:
-        operations = self.operations()
-        spread = [operations * index // 4 for index in range(1, 4)]
+        places = self.places()
+        spread = [places * index // 4 for index in range(1, 4)]
         return [self.trial({0: one, self.world_size - 1: other}) for one in spread for other in spread]
 
     def other_errors(self) -> list[Trial]:
-        operations = self.operations()
-        failing = self.world_size - 1
-        return [
-            self.trial({failing: point}, error=ValueError("not of memory"))
-            for point in range(0, operations, operations // 5)
-        ]
+        def fail() -> None:
+            raise ValueError("not of memory")
+
+        places, failing = self.places(), self.world_size - 1
+        return [self.trial({failing: point}, strike=fail) for point in range(0, places, places // 5)]
 
     def votes_and_collectives(self) -> tuple[int, int]:
         """How often the ranks voted during a step, and how many collectives such a step issues."""
@@ -125,6 +125,7 @@ def play(rank: int) -> dict[str, Any]:
     scenarios = Scenarios(rank)
     played: dict[str, Any] = {
         "one rank fails": scenarios.one_rank_fails(),
+        "one rank fails instead of a collective": scenarios.one_rank_fails(kind="collective"),
         "one rank fails at its first step": Scenarios(rank, warm_steps=0).one_rank_fails(points=POINTS // 2),
         "two ranks fail": scenarios.two_ranks_fail(),
         "other errors": scenarios.other_errors(),
@@ -144,13 +145,20 @@ def played(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "scenario",
-    ["one rank fails", "one rank fails at its first step", "two ranks fail", "without reset_iter_state"],
+    [
+        "one rank fails",
+        "one rank fails instead of a collective",
+        "one rank fails at its first step",
+        "two ranks fail",
+        "without reset_iter_state",
+    ],
 )
 def test_all_ranks_learn_of_out_of_memory_anywhere_and_the_next_step_is_right(
     played: list[dict[str, Any]], scenario: str
 ) -> None:
     for ranks in played:
         assert len(ranks["one rank fails"]) >= POINTS
+        assert len(ranks[scenario]) >= POINTS // 2
         assert {trial.outcome for trial in ranks[scenario]} == {"OUT_OF_MEMORY"}
         assert [trial for trial in ranks[scenario] if not trial.is_right] == []
 
@@ -175,7 +183,7 @@ def test_no_rank_waits_in_a_collective_inside_an_operation_on_dtensors(played: l
 
 def play_everywhere(rank: int) -> list[Trial]:
     scenarios = Scenarios(rank)
-    return scenarios.one_rank_fails(points=scenarios.operations())
+    return [trial for kind in ("operation", "collective") for trial in scenarios.one_rank_fails(points=1000, kind=kind)]
 
 
 @pytest.mark.exhaustive
@@ -188,11 +196,24 @@ def test_whichever_operation_fails_all_ranks_learn_of_it_and_continue() -> None:
 # ---- one process
 
 
-def test_without_peers_the_outcome_is_that_of_this_process() -> None:
-    done: list[str] = []
-    assert run_or_abort_together(lambda: done.append("done"), Consensus()) is Outcome.DONE
-    assert done == ["done"]
-    assert run_or_abort_together(out_of_memory, Consensus()) is Outcome.OUT_OF_MEMORY
+def behind_another_error() -> None:
+    """As torchtune's activation offloading, which raises its own error when an exception leaves it."""
+    try:
+        out_of_memory()
+    finally:
+        raise RuntimeError("INTERNAL ASSERT FAILED")
+
+
+@pytest.mark.parametrize(
+    ("work", "outcome"),
+    [
+        (lambda: None, Outcome.DONE),
+        (out_of_memory, Outcome.OUT_OF_MEMORY),
+        (behind_another_error, Outcome.OUT_OF_MEMORY),
+    ],
+)
+def test_without_peers_the_outcome_is_that_of_this_process(work: Callable[[], None], outcome: Outcome) -> None:
+    assert run_or_abort_together(work, Consensus()) is outcome
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -202,18 +223,6 @@ def test_without_peers_another_error_is_raised(error: type[BaseException]) -> No
 
     with pytest.raises(error):
         run_or_abort_together(fail, Consensus())
-
-
-def test_out_of_memory_behind_an_error_of_a_context_that_could_not_close_is_out_of_memory() -> None:
-    """torchtune's activation offloading raises its own error when an exception leaves it."""
-
-    def work() -> None:
-        try:
-            out_of_memory()
-        finally:
-            raise RuntimeError("INTERNAL ASSERT FAILED")
-
-    assert run_or_abort_together(work, Consensus()) is Outcome.OUT_OF_MEMORY
 
 
 def test_an_error_that_the_caller_is_handling_is_no_reason() -> None:
