@@ -4,6 +4,7 @@ import collections
 import itertools
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.faults import same_bits
+from tests.support.faults import same_bits, under
 from torchtune_adaptive import RecoverableStep, find_max_batch_size
 from torchtune_adaptive.testing import Fault, wrap_micro_steps
 
@@ -185,26 +186,27 @@ class Training:
             self.update()
         return self.state()
 
-    def recovered(self, fault: Fault | None, *, failing: int) -> tuple[list[torch.Tensor], list[int]]:
+    def recovered(self, fault: Fault, *, failing: int) -> tuple[list[torch.Tensor], list[int]]:
         """The final state if the first micro-step of the step ``failing`` has this fault, and the sizes."""
         step = RecoverableStep(
             self.model, self.micro_step, micro_batch_size=LARGE, optimizer=self.optimizer, on_event=lambda _: None
         )
         sizes: list[int] = []
-
-        def around(number: int, run: Callable[[], Any]) -> Any:
-            if fault is None or (len(sizes), number) != (failing, 0):
-                return run()
-            with fault:
-                return run()
-
-        wrap_micro_steps(step, around)
         for number in range(STEPS):
+            wrap_micro_steps(step, partial(under, {0: fault} if number == failing else {}))
             step(growing_rows(number))
             sizes.append(step.micro_batch_size)
             self.update()
         step.close()
         return self.state(), sizes
+
+    def search(self) -> None:
+        def train_step(rows: Rows) -> None:
+            self.micro_step(rows)
+            self.update()
+
+        options: Any = {"model": self.model, "optimizer": self.optimizer, "memory_limit": "1MiB", "max_batch_size": 64}
+        assert find_max_batch_size(train_step, lambda size: torch.ones(size, 9, WIDTH), **options).batch_size > 1
 
     def state(self) -> list[torch.Tensor]:
         return [*self.model.state_dict().values(), *self.model.buffers(), torch.get_rng_state()]
@@ -230,39 +232,16 @@ def test_recovery_anywhere_in_a_micro_step_equals_a_loop_by_hand(case: str, fail
 @pytest.mark.parametrize("case", CASES)
 def test_neither_a_dry_run_nor_a_search_changes_what_follows(case: str) -> None:
     expected = Training(*CASES[case]).by_hand([LARGE] * STEPS)
-    assert same_bits(Training(*CASES[case]).recovered(None, failing=0)[0], expected)
+    assert same_bits(Training(*CASES[case]).recovered(Fault(None), failing=0)[0], expected)
     searched = Training(*CASES[case])
-
-    def train_step(rows: Rows) -> None:
-        searched.micro_step(rows)
-        searched.update()
-
-    found = find_max_batch_size(
-        train_step,
-        lambda size: torch.zeros(size, 9, WIDTH),
-        model=searched.model,
-        optimizer=searched.optimizer,
-        memory_limit="1MiB",
-        max_batch_size=64,
-    )
-    assert found.batch_size > 1
+    searched.search()
     assert same_bits(searched.by_hand([LARGE] * STEPS), expected)
 
 
 def test_a_search_restores_a_tensor_in_an_attribute_as_it_does_a_buffer() -> None:
-    training = Training(Recurrent, plain)
-    layer: Any = training.model[3]
-    before = layer.state.clone()
-    found = find_max_batch_size(
-        training.micro_step,
-        lambda size: torch.ones(size, 2, WIDTH),
-        model=training.model,
-        optimizer=training.optimizer,
-        memory_limit="1MiB",
-        max_batch_size=8,
-    )
-    assert found.batch_size == 8
-    assert torch.equal(layer.state, before)
+    searched: Any = Training(Recurrent, plain)
+    searched.search()
+    assert searched.model[3].state.tolist() == [0.0] * WIDTH
 
 
 class Hooked(nn.Module):
@@ -348,14 +327,7 @@ def test_gradients_of_samples_are_those_of_one_pass() -> None:
 
         step = RecoverableStep(model, micro_step, micro_batch_size=LARGE, on_event=lambda _: None)
         step.dry_run(samples)
-
-        def around(number: int, run: Callable[[], Any]) -> Any:
-            if number != 1:
-                return run()
-            with fault:
-                return run()
-
-        wrap_micro_steps(step, around)
+        wrap_micro_steps(step, partial(under, {1: fault}))
         step(samples)
         assert samples.grad is not None
         return samples.grad
