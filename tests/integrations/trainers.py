@@ -220,12 +220,12 @@ def trained_with(trainer: Any, change: Callable[[Any], None]) -> Outcome:
     return trained(trainer)
 
 
-def trained_around(trainer: Any, around: Callable[[Any], Around]) -> Outcome:
-    """Train with every micro-step run by ``around(trainer)``."""
+def trained_around(trainer: Any, around: Around) -> Outcome:
+    """Train with every micro-step run by ``around``."""
     cuts: Cuts = {}
 
     def change(step: Any) -> None:
-        wrap_micro_steps(step, around(trainer))
+        wrap_micro_steps(step, around)
         cut = step._cutter.cut
 
         def noted(samples: Any) -> Any:
@@ -256,14 +256,9 @@ def counted(trainer: Any) -> Outcome:
     """Train, and count the operations of the first micro-step."""
     fault = Fault(None)
 
-    def around(_: Any) -> Around:
-        def run(number: int, micro_step: Callable[[], Any]) -> Any:
-            if fault.count or number:
-                return micro_step()
-            with fault:
-                return micro_step()
-
-        return run
+    def around(number: int, micro_step: Callable[[], Any]) -> Any:
+        with contextlib.nullcontext() if fault.count or number else fault:
+            return micro_step()
 
     found = trained_around(trainer, around)
     return found._replace(operations=fault.count)
@@ -273,14 +268,10 @@ def with_fault(trainer: Any, *, step: int, micro_step: int, place: int, rank: in
     """Train with an out-of-memory error in a micro-step; steps and micro-steps count from 0."""
     fault = Fault(place, ranks=[rank])
 
-    def around(trainer: Any) -> Around:
-        def run(number: int, run_it: Callable[[], Any]) -> Any:
-            if (trainer.state.global_step, number) != (step, micro_step) or fault.count:
-                return run_it()
-            with fault:
-                return run_it()
-
-        return run
+    def around(number: int, run: Callable[[], Any]) -> Any:
+        is_there = (trainer.state.global_step, number) == (step, micro_step) and not fault.count
+        with fault if is_there else contextlib.nullcontext():
+            return run()
 
     found = trained_around(trainer, around)
     here = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
