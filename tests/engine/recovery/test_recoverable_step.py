@@ -90,6 +90,15 @@ class Toy:
         return gradients
 
 
+def step_of(model: nn.Module, micro_batch_size: int = 4, **options: Any) -> RecoverableStep[None]:
+    """A step of ``model`` whose loss is the sum of what it returns."""
+
+    def micro_step(rows: torch.Tensor) -> None:
+        model(rows).sum().backward()
+
+    return RecoverableStep(model, micro_step, micro_batch_size=micro_batch_size, **options)
+
+
 # ---- one process
 
 
@@ -258,8 +267,7 @@ def test_a_limit_of_memory_holds_for_micro_steps_on_a_cpu() -> None:
     model = nn.Sequential(nn.Linear(4, 1000), nn.Linear(1000, 1))  # with gradients and optimizer state 96 KB
     optimizer = torch.optim.AdamW(model.parameters())
     told: list[MemoryEvent] = []
-    options: Any = {"optimizer": optimizer, "memory_limit": "400KiB", "on_event": told.append}
-    step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=64, **options)
+    step = step_of(model, 64, optimizer=optimizer, memory_limit="400KiB", on_event=told.append)
     samples = torch.ones(64, 4)  # 256 KB of activations, and as much of their gradients
     step(samples)
     (event,) = told
@@ -275,7 +283,7 @@ def test_a_limit_of_memory_holds_for_micro_steps_on_a_cpu() -> None:
 def test_the_optimizers_state_is_there_after_the_dry_run_or_one_sentence_says_that_it_does_not_fit() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters())
-    step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=2, optimizer=optimizer)
+    step = step_of(model, 2, optimizer=optimizer)
     before = [parameter.clone() for parameter in model.parameters()]
     sentence = (
         r"^the optimizer's state does not fit beside model and gradients \(not metered\); an 8-bit optimizer, LoRA"
@@ -357,8 +365,7 @@ def test_where_one_micro_step_fits_a_second_one_beside_its_gradients_need_not(
 ) -> None:
     """Weights and gradients have 1 MiB each; a backward pass needs another for those that it adds. AdamW needs two."""
     model = nn.Linear(512, 512, bias=False)
-    options: Any = {"micro_batch_size": 4, "optimizer": kind(model.parameters(), lr=0.1), "memory_limit": limit}
-    step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), **options)
+    step = step_of(model, optimizer=kind(model.parameters(), lr=0.1), memory_limit=limit)
     samples = torch.ones(4, 512)
     with contextlib.nullcontext() if fits else pytest.raises(NothingFitsError):
         step.dry_run(samples)
@@ -426,11 +433,7 @@ def test_buffers_that_are_replaced_or_change_only_later_are_those_of_a_run_witho
         torch.manual_seed(0)
         model = _Averaging()
         model.norm.eval()
-
-        def micro_step(rows: torch.Tensor, model: _Averaging = model) -> None:
-            model(rows).sum().backward()
-
-        step = RecoverableStep(model, micro_step, micro_batch_size=4, on_event=lambda event: None)
+        step = step_of(model)
         step(SAMPLES[:4])
         assert model.count == 1
         model.norm.train()
@@ -470,7 +473,7 @@ def _inference_tensor() -> torch.Tensor:
     ids=["expanded", "sparse", "meta", "inference"],
 )
 def test_buffers_that_no_step_can_write_to_do_no_harm(make_buffer: Callable[[], torch.Tensor]) -> None:
-    model, events = _Odd(make_buffer()), []
+    model = _Odd(make_buffer())
     optimizer = torch.optim.AdamW(model.parameters())
 
     def train_step(rows: torch.Tensor) -> None:
@@ -482,22 +485,16 @@ def test_buffers_that_no_step_can_write_to_do_no_harm(make_buffer: Callable[[], 
         train_step, lambda n: torch.ones(n, 4), model=model, optimizer=optimizer, memory_limit="1MiB", max_batch_size=4
     )
     assert optimizer.state[model.layer.weight]["step"] == 1
-    step = RecoverableStep(
-        model,
-        lambda rows: model(rows).sum().backward(),
-        micro_batch_size=4,
-        optimizer=optimizer,
-        on_event=events.append,
-    )
+    step = step_of(model, optimizer=optimizer)
     wrap_micro_steps(step, lambda number, run: (run(), number == 0 and out_of_memory()))
     step(SAMPLES)
-    assert len(events) == 1
+    assert len(step.events) == 1
 
 
 @pytest.mark.parametrize(("is_even", "exchanges"), [(True, 1), (False, 2)])
 def test_ranks_exchange_once_in_a_step_and_twice_if_their_numbers_may_differ(is_even: bool, exchanges: int) -> None:
     model = nn.Linear(4, 4)
-    step: Any = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=4)
+    step: Any = step_of(model)
     step(SAMPLES)
     model.zero_grad()
     step._cutter.is_even = is_even
@@ -509,9 +506,7 @@ def test_ranks_exchange_once_in_a_step_and_twice_if_their_numbers_may_differ(is_
 
 def test_a_module_that_is_added_in_training_is_restored_too(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    step = RecoverableStep(
-        model, lambda rows: model(rows).sum().backward(), micro_batch_size=4, on_event=lambda event: None
-    )
+    step = step_of(model)
     step(SAMPLES[:4])
     model.zero_grad()
     added = _Averaging()
@@ -583,7 +578,7 @@ def test_an_operator_of_higher_order_can_be_tried(monkeypatch: pytest.MonkeyPatc
 def test_a_step_that_fits_nowhere_ends_with_one_sentence_and_leaves_nothing_behind() -> None:
     model = _Averaging()
     model.norm.eval()
-    step = RecoverableStep(model, lambda rows: model(rows).sum().backward(), micro_batch_size=2)
+    step = step_of(model, 2)
     step.dry_run(SAMPLES)
     wrap_micro_steps(step, lambda number, run: (run(), out_of_memory()))
     with pytest.raises(NothingFitsError, match="not even one row fits: in step 1 rank 0 ran out"):
@@ -650,7 +645,7 @@ def _events_of_failing_steps(rank: int) -> list[list[MemoryEvent]]:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         fully_shard(model)
         before = communicators(model)
-        step = RecoverableStep(model, lambda rows, model=model: model(rows).sum().backward(), micro_batch_size=4)
+        step = step_of(model)
         step.dry_run(SAMPLES)
         assert communicators(model) != before
         wrap_micro_steps(step, partial(under, {0: Fault(9, ranks=failing)}))

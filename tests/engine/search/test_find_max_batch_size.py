@@ -588,28 +588,21 @@ def test_a_model_in_distributed_data_parallel_is_searched_and_trains_as_without(
 
 
 def test_one_row_is_found_if_two_rows_fail_while_the_state_is_created() -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    loop: Any = fed_by(lambda n: torch.ones(n, 8))
+    loop.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), foreach=False)
     held: list[torch.Tensor] = []
 
     def train_step(batch: torch.Tensor) -> None:
         held.clear()
-        model(batch).square().sum().backward()
+        loop.loss(batch).backward()
         held.append(torch.zeros(len(batch), 1000))  # 4000 bytes a row, while the optimizer makes its state
-        optimizer.step()
+        loop.optimizer.step()
         held.clear()
 
-    found = find_max_batch_size(
-        train_step,
-        lambda n: torch.ones(n, 8),
-        model=model,
-        optimizer=optimizer,
-        memory_limit=4 * sum(parameter.nbytes for parameter in model.parameters()) + 4000 + 2000,
-        margin=0.0,
-        max_batch_size=4,
-        strategy="binary_search",
-    )
-    assert found.exact_batch_size == 1
+    loop.train_step = train_step
+    limit_bytes = 4 * sum(parameter.nbytes for parameter in loop.model.parameters()) + 4000 + 2000
+    assert loop.find(limit_bytes, max_batch_size=4, strategy="binary_search").exact_batch_size == 1
 
 
 def test_a_first_step_at_a_size_with_other_operations_does_not_prevent_the_forecast() -> None:
@@ -690,18 +683,7 @@ def test_data_that_a_step_changes_in_place_is_as_before() -> None:
 
 
 def test_a_batch_that_is_part_of_a_larger_tensor_counts_as_a_copy_of_it() -> None:
-    model = nn.Linear(32, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.ones(2048, 32)  # 256 KiB
-
-    def train_step(rows: torch.Tensor) -> None:
-        for _ in range(2):
-            model(rows).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    found = [
-        find_max_batch_size(train_step, make_batch, model=model, optimizer=optimizer, memory_limit="64KiB")
-        for make_batch in (lambda rows: data[:rows], lambda rows: data[:rows].clone())
-    ]
-    assert found[0].exact_batch_size == found[1].exact_batch_size > 100
+    data = torch.ones(4096, 16)  # 256 KiB
+    makers: list[Batches] = [lambda n: data[:n], lambda n: data[:n].clone()]
+    of_parts, of_copies = (fed_by(make).find("64KiB", max_batch_size=None).exact_batch_size for make in makers)
+    assert of_parts == of_copies > 100

@@ -303,13 +303,16 @@ def test_the_sentence_has_the_highest_need_and_the_lowest_limit_of_all_ranks() -
         Rows(SmallCard(), consensus=Ranks()).search(memory_limit_bytes=990)
 
 
-class TooMuchFrom(SmallCard):
-    """A card whose allocator retries, or reserves more, in a step of 4 rows and more."""
+class Reserving(SmallCard):
+    """A card whose allocator reserves ``reserved(allocated bytes)``, which the limit is on.
 
-    def __init__(self, *, retries: int, more_bytes: int) -> None:
+    It frees its cache ``retries`` times in a step of 4 rows and more.
+    """
+
+    def __init__(self, reserved: Callable[[int], int], *, retries: int = 0) -> None:
         super().__init__()
+        self._reserved = reserved
         self._retries = retries
-        self._more_bytes = more_bytes
 
     @property
     def allocator_retries(self) -> int:
@@ -317,8 +320,7 @@ class TooMuchFrom(SmallCard):
 
     @property
     def peak_bytes(self) -> int:
-        allocated = super().peak_bytes
-        return allocated + self._more_bytes * (allocated >= 4 * ROW_BYTES)
+        return self._reserved(super().peak_bytes)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +328,7 @@ class TooMuchFrom(SmallCard):
     [(0, 0, "out of memory", 20), (3, 0, "allocator retried", 3), (0, 10**6, "above the limit", 3)],
 )
 def test_a_probe_that_does_not_fit_says_why(retries: int, more_bytes: int, failure: str, largest: int) -> None:
-    card = TooMuchFrom(retries=retries, more_bytes=more_bytes)
+    card = Reserving(lambda allocated: allocated + more_bytes * (allocated >= 4 * ROW_BYTES), retries=retries)
     found = Rows(card).search(strategy="binary_search", memory_limit_bytes=20_500, margin=0.0)
     assert found.exact_batch_size == largest
     assert {probe.failure for probe in found.probes if not probe.fits} == {failure}
@@ -372,18 +374,6 @@ def test_forecasts_are_kept_and_that_of_fractional_rows_unless_the_bound_stopped
 
 
 # ---- an allocator that reserves more than is allocated
-
-
-class Reserving(SmallCard):
-    """A card whose allocator reserves ``reserved(allocated bytes)``; its limit is on what is reserved."""
-
-    def __init__(self, reserved: Callable[[int], int]) -> None:
-        super().__init__()
-        self._reserved = reserved
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._reserved(super().peak_bytes)
 
 
 @pytest.mark.parametrize("rows", [9, 24, 100])
