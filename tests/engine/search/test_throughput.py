@@ -5,6 +5,7 @@ The clock is a fake one, which train steps and the making of batches advance.
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,12 +46,9 @@ def test_something_simpler_is_chosen_unless_the_best_leads_by_more_than_their_sp
 class Timed:
     """A loop whose steps of a size take, one after the other, the seconds in ``seconds`` for that size."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, list[float]], consensus: Consensus | None = None
-    ) -> None:
+    def __init__(self, seconds: dict[int, list[float]], consensus: Consensus | None = None) -> None:
         torch.manual_seed(0)
         self.now_s = 0.0
-        monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         self.taken: list[int] = []
         self.fails_at: dict[int, int] = {}  # by size, which of its steps runs out of memory
         self.forgotten = 0
@@ -85,7 +83,8 @@ class Timed:
 
     def rates(self, sizes: list[int]) -> dict[int, float]:
         steps = {size: [self.make_batch(size)] for size in sizes}
-        timings = time_in_turns(self.loop, steps, num_tokens={size: 60 * size for size in sizes})
+        with mock.patch.object(throughput, "time", SimpleNamespace(perf_counter=lambda: self.now_s)):
+            timings = time_in_turns(self.loop, steps, num_tokens={size: 60 * size for size in sizes})
         return {size: one.rate for size, one in timings.items()}
 
     def state(self) -> list[Any]:
@@ -98,42 +97,40 @@ class Timed:
 SECONDS = [10.0, 0.9, 0.1, 0.3, 0.2, 0.5]
 
 
-def test_rates_are_tokens_by_the_median_of_steps_after_a_warm_up_which_take_turns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = Timed(monkeypatch, {2: [0.7 * one for one in SECONDS], 4: SECONDS})
+def test_rates_are_tokens_by_the_median_of_steps_after_a_warm_up_which_take_turns() -> None:
+    made = Timed({2: [0.7 * one for one in SECONDS], 4: SECONDS})
     assert made.rates([2, 4]) == pytest.approx({2: 2 * 60 / 0.21, 4: 4 * 60 / 0.3})
     assert made.taken == [2] + [2, 4] * 6
 
 
-def test_what_is_clearly_slower_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Timed(monkeypatch, {2: SECONDS, 4: SECONDS, 5: SECONDS})
+def test_what_is_clearly_slower_is_timed_once() -> None:
+    made = Timed({2: SECONDS, 4: SECONDS, 5: SECONDS})
     assert made.rates([2, 4, 5]) == pytest.approx({2: 2 * 60 / 0.9, 4: 4 * 60 / 0.3, 5: 5 * 60 / 0.3})
     assert made.taken == [2] + [2, 4, 5] * 2 + [4, 5] * 4
 
 
-def test_long_steps_are_timed_in_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Timed(monkeypatch, {2: [10.0] * 6})
+def test_long_steps_are_timed_in_fewer_rounds() -> None:
+    made = Timed({2: [10.0] * 6})
     assert made.rates([2]) == {2: 12}
     assert made.taken == [2] + [2] * 4
 
 
-def test_what_runs_out_of_memory_after_all_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Timed(monkeypatch, {2: SECONDS, 4: SECONDS, 5: SECONDS})
+def test_what_runs_out_of_memory_after_all_is_left_out() -> None:
+    made = Timed({2: SECONDS, 4: SECONDS, 5: SECONDS})
     made.fails_at = {4: 1, 5: 3}  # in the round that is not counted, and in a later one
     before = made.state()
     assert made.rates([2, 4, 5]).keys() == {2}
     assert made.taken == [2, 2, 4, 5, 2, 5, 5]  # two rows are clearly slower, and so timed once
     assert all(torch.equal(one, other) for one, other in zip(made.state(), before, strict=True))
-    made = Timed(monkeypatch, {2: SECONDS})
+    made = Timed({2: SECONDS})
     made.fails_at = {2: 2}
     with pytest.raises(NothingFitsError, match="although it had fitted"):
         made.rates([2])
 
 
-def test_timing_restores_all_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_restores_all_state() -> None:
     """Each step changes parameters, random generators and optimizers; timing restores them."""
-    made = Timed(monkeypatch, {4: SECONDS})
+    made = Timed({4: SECONDS})
     before = made.state()
     made.rates([4])
     assert len(made.taken) == 7
@@ -142,7 +139,7 @@ def test_timing_restores_all_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.forgotten == 2
 
 
-def test_all_ranks_get_the_figures_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_get_the_figures_of_the_slowest_rank() -> None:
     class SecondRank(Consensus):
         @property
         def rank(self) -> int:
@@ -151,12 +148,12 @@ def test_all_ranks_get_the_figures_of_the_slowest_rank(monkeypatch: pytest.Monke
         def from_all_ranks(self, value: Any) -> list[Any]:
             return [[6.0], value] if isinstance(value, list) else [value]
 
-    assert Timed(monkeypatch, {4: SECONDS}, SecondRank()).rates([4]) == {4: 4 * 60 / 6}
+    assert Timed({4: SECONDS}, SecondRank()).rates([4]) == {4: 4 * 60 / 6}
 
 
 def test_a_step_is_timed_from_an_idle_device_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA work is queued: the clock is read when the device has done all of it."""
-    made = Timed(monkeypatch, {4: SECONDS})
+    made = Timed({4: SECONDS})
     events: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append(f"waited for {device}"))
 
