@@ -154,19 +154,6 @@ def test_on_a_cpu_nothing_is_added(held: int, per_row: int, memory: int, limit: 
     assert used.uncertainty_bytes == 0
 
 
-def test_sizes_that_are_asked_for_need_not_leave_the_margin() -> None:
-    step = step_of(rows_of(512, held_bytes=10 * GIB, bytes_per_row=GIB))
-    cfg = cfg_of(margin=0.2)
-    (largest,) = planned(cfg, step).lengths
-    exact = largest.largest_batch_size
-    assert exact == 53  # of 80 GiB, less 20 % and what is outside the allocator
-    (length,) = planned(cfg, step, batch_sizes=[1, exact, exact + 1, 69, 72]).lengths
-    assert [one.fits for one in length.asked] == ["fits", "fits", "fits", "may fit", "does not fit"]
-    assert length.asked[0].usable_bytes > largest.used.usable_bytes
-    assert length.shown == length.asked
-    assert largest.shown == (largest.used,)
-
-
 def test_memory_that_does_not_grow_bounds_nothing() -> None:
     found = planned(cfg_of(device="cpu"), step_of(rows_of(128, held_bytes=GIB, bytes_per_row=0)))
     assert (found.lengths[0].largest_batch_size, found.lengths[0].safe_batch_size) == (None, None)
