@@ -44,7 +44,6 @@ DEEP = {
     "model__intermediate_dim": 64,
     "gradient_accumulation_steps": 1,
 }
-NO_QAT = "torchtune.training.quantization.Int8DynActInt4WeightQuantizer"
 
 
 def _config(kind: str, tiny_dir: Path, **overrides: Any) -> DictConfig:
@@ -207,7 +206,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"teacher_model__max_seq_len": 32},
     ),
     "`optimizer_in_bwd` must be False": ("full_dpo", {"optimizer_in_bwd": True}),
-    "The recipe cannot be set up": ("full_qat", {"quantizer": {"_component_": NO_QAT}}),
 }
 
 

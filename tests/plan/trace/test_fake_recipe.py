@@ -65,35 +65,12 @@ def _memory(cfg: DictConfig, *, world_size: int = 1, seq_len: int = SEQ_LEN, row
         return exact(steps.events(steps.num_layers, rows, seq_len))
 
 
-def _layers_traced() -> dict[str, tuple[int, ...]]:
-    cfgs = {
-        "alike": _cfg("full", "model.num_layers=10"),
-        "another builder": _cfg("full", *_model("of_another_builder", depth=10)),
-        "every ninth checkpointed": _cfg("full", "model.num_layers=10", "ac_mode=selective", "ac_option=9"),
-    }
-    found: dict[str, tuple[int, ...]] = {}
-    for name, cfg in cfgs.items():
-        with steps_of(cfg, world_size=2) as steps:
-            found[name] = steps.layers_to_trace(SEQ_LEN)
-    return found
-
-
-@pytest.fixture(scope="module")
-def layers_traced() -> dict[str, tuple[int, ...]]:
-    return run_alone(_layers_traced)
-
-
-def test_few_layers_are_traced_where_layers_repeat(layers_traced: dict[str, tuple[int, ...]]) -> None:
-    assert layers_traced["alike"] == (4, 6)
-
-
-@pytest.mark.parametrize("name", ["another builder", "every ninth checkpointed"])
-def test_where_layers_differ_or_cannot_be_left_out_the_whole_model_is_traced(
-    layers_traced: dict[str, tuple[int, ...]], name: str
-) -> None:
-    assert layers_traced[name] == (10,)
-
-
+# By what the config says of 10 layers: overrides, and the layers of the models that are traced.
+TRACED_LAYERS: dict[str, tuple[list[str], tuple[int, ...]]] = {
+    "alike": (["model.num_layers=10"], (4, 6)),
+    "of another builder": (_model("of_another_builder", depth=10), (10,)),
+    "every ninth checkpointed": (["model.num_layers=10", "ac_mode=selective", "ac_option=9"], (10,)),
+}
 LOADED = {
     "as they are": [],
     "in 4 bits": [
@@ -130,6 +107,9 @@ def _kinds() -> dict[str, Any]:
         name: trace_config(_cfg("lora", *CUDA, *more), world_size=1, seq_lens=[8]).lengths[0]
         for name, more in LOADED.items()
     }
+    for name, (overrides, _) in TRACED_LAYERS.items():
+        with steps_of(_cfg("full", *overrides), world_size=2) as steps:
+            seen[name] = steps.layers_to_trace(SEQ_LEN)
     with fake_process_group(4):
         seen["state of ranks"] = {name: _host_figures_on_ranks(4, name) for name in STATE_OF_RANKS}
     return seen | {sentence: _refusal(*overrides) for sentence, overrides in REFUSED.items()}
@@ -166,6 +146,11 @@ def _refusal(*overrides: str) -> str:
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, Any]:
     return run_alone(_kinds)
+
+
+@pytest.mark.parametrize("name", TRACED_LAYERS)
+def test_few_layers_are_traced_only_where_layers_repeat_and_can_be_left_out(kinds: dict[str, Any], name: str) -> None:
+    assert kinds[name] == TRACED_LAYERS[name][1]
 
 
 def test_offloaded_bytes_are_those_of_a_rank_on_the_host_and_not_on_the_device(kinds: dict[str, Any]) -> None:
