@@ -198,7 +198,6 @@ def test_why_the_config_as_it_is_cannot_run_is_said(set_ups: SetUps, tmp_path: P
             ("--nproc_per_node", "0", "adaptive_full_finetune_distributed", "--config", "tiny/full"),
             "`--nproc_per_node` must be at least 1, but is 0 instead.",
         ),
-        ((RECIPE, "--config", "tiny/full", "batch_size=null"), "`batch_size` must be an integer, but is None instead."),
         ((RECIPE, "--config", "tiny/full", "~batch_size"), "`batch_size` must be an integer, but is None instead."),
         (
             (RECIPE, "--config", "tiny/full", "gradient_accumulation_steps=x"),
