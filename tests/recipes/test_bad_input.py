@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torchtune.models.llama2 import llama2
 
 from tests.support.ranks import run_on_ranks
@@ -15,6 +16,8 @@ from torchtune_adaptive.tiny import MODEL_GEOMETRY
 
 SEARCH = "use_maximum_batch_size=True"
 GROW = "batch_increase_function="
+PARALLEL = ["optimizer.fused=False", "clip_grad_norm=null"]
+PARALLEL += [f"tensor_parallel_plan._component_={__name__}.plan_of_another_model"]
 # What a config's keys and values alone say is checked in `tests/test_settings.py` and `tests/stock/test_checks.py`.
 # What one part refuses alone is in the tests of that part.
 CASES: dict[str, tuple[list[str], str]] = {
@@ -49,14 +52,28 @@ CASES: dict[str, tuple[list[str], str]] = {
         ["checkpointer.checkpoint_dir=/no/such"],
         "ValueError: /no/such is not a valid directory (",
     ),
+    "tensor parallelism of another model": (
+        [*PARALLEL, "tensor_parallel_dim=2"],
+        "`tensor_parallel_plan` has 'layers.*.mlp.w9', which no module of the model matches.",
+    ),
+    "tensor parallelism over other ranks": (
+        [*PARALLEL, "tensor_parallel_dim=3"],
+        "world_size 2 must be divisible by tensor_parallel_dim 3",
+    ),
     "nothing fits": ([SEARCH, "adaptive.memory_limit=9MiB"], "not even one row fits: its step ran out of memory at"),
 }
 
 
+def plan_of_another_model() -> dict[str, Any]:
+    """A plan that a config can name, with a module that the model lacks."""
+    from torch.distributed.tensor.parallel import ColwiseParallel
+    from torchtune.models.llama3 import base_llama_tp_plan
+
+    return base_llama_tp_plan() | {"layers.*.mlp.w9": ColwiseParallel()}
+
+
 def _answers(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, str]:
     """The refusal of each case on this rank; no set-up may succeed."""
-    from omegaconf import OmegaConf
-
     answers: dict[str, str] = {}
     for name, (overrides, _) in CASES.items():
         cfg: Any = tiny_config("full", tiny_dir, output_dir, **SHALLOW)

@@ -9,15 +9,7 @@ import pytest
 from tests.recipes.test_methods import check_recovery, check_resume, check_search
 from tests.support.method_runs import STRATEGIES, Trials
 from tests.support.ranks import run_on_ranks
-from tests.support.recipe_runs import (
-    COMMON,
-    adaptive_recipe,
-    set_up,
-    shallow_assets,
-    stock_recipe,
-    tiny_config,
-)
-from torchtune_adaptive.errors import InputError
+from tests.support.recipe_runs import shallow_assets, stock_recipe
 
 TWO = {
     "tensor_parallel_dim": 2,
@@ -105,35 +97,3 @@ def test_every_seventh_operation(ranks: int, checkpointing: bool, tiny_dir: Path
     found = run_on_ranks(_every_seventh_operation, ranks, assets, tmp_path, checkpointing, timeout_s=3 * 3600)
     check_recovery(found)
     print(f"{found[0]['struck']} faults, and as many right results")
-
-
-REFUSED: dict[str, dict[str, Any]] = {
-    "`tensor_parallel_plan` has 'layers.*.mlp.w9', which no module of the model matches.": {
-        "tensor_parallel_plan": {"_component_": f"{__name__}.plan_of_another_model"}
-    },
-    "world_size 2 must be divisible by tensor_parallel_dim 3": {"tensor_parallel_dim": 3},
-}
-
-
-def plan_of_another_model() -> dict[str, Any]:
-    """A plan that a config can name, with a module that the model lacks."""
-    from torch.distributed.tensor.parallel import ColwiseParallel
-    from torchtune.models.llama3 import base_llama_tp_plan
-
-    return base_llama_tp_plan() | {"layers.*.mlp.w9": ColwiseParallel()}
-
-
-def _refusals(rank: int, tiny_dir: Path, output_dir: Path) -> list[str]:
-    said = []
-    for options in REFUSED.values():
-        try:
-            set_up(adaptive_recipe("full"), tiny_config("full", tiny_dir, output_dir, **COMMON | TWO | options))
-        except InputError as error:
-            said.append(str(error))
-    return said
-
-
-def test_what_cannot_work_is_refused_in_one_sentence(tiny_dir: Path, tmp_path: Path) -> None:
-    for said in run_on_ranks(_refusals, 2, shallow_assets(tiny_dir), tmp_path):
-        assert len(said) == len(REFUSED)
-        assert all(sentence in one and "\n" not in one for one, sentence in zip(said, REFUSED, strict=True)), said

@@ -67,7 +67,7 @@ def samples(
     tokenizer: Any,
     *,
     images: Sequence[int] = (1, 2, 1, 1),
-    count: int = 96,
+    count: int = 16,
     packed: bool = False,
     dtype: str = "float32",
 ) -> list[dict[str, Any]]:
