@@ -33,9 +33,8 @@ COMMON: dict[str, Any] = {
 IN_BACKWARD = {"gradient_accumulation_steps": 1, "clip_grad_norm": None, "optimizer_in_bwd": True}
 
 
-UNCLIPPED = {"gradient_accumulation_steps": 4, "clip_grad_norm": None}  # clipped ones are in `test_methods.py`
+UNCLIPPED = {"gradient_accumulation_steps": 4, "clip_grad_norm": None}  # the config clips
 ON_TWO_RANKS: list[dict[str, Any]] = [
-    {"kind": "full"} | UNCLIPPED,
     {"kind": "lora"} | UNCLIPPED,
     {"kind": "full"} | IN_BACKWARD,
     {

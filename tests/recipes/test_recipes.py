@@ -23,21 +23,13 @@ from tests.support.recipe_runs import (
 from torchtune_adaptive.errors import InputError
 
 
-def _train_on_two_ranks(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
-    return {
-        "full": Trials("full", tiny_dir, output_dir / "full", gradient_accumulation_steps=2).search(STRATEGIES[:1]),
-    }
+def _searched(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
+    return Trials("full", tiny_dir, output_dir, gradient_accumulation_steps=2).search(STRATEGIES[:1])
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    output_dir = tmp_path_factory.mktemp("two_ranks")
-    return run_on_ranks(_train_on_two_ranks, 2, shallow_assets(tiny_dir), output_dir)
-
-
-def test_a_search_restores_all_state_and_training_equals_a_run_with_that_size(two_ranks: list[dict[str, Any]]) -> None:
+def test_a_search_restores_all_state_and_training_equals_a_run_with_that_size(tiny_dir: Path, tmp_path: Path) -> None:
     """Also with gradients that micro-steps accumulate."""
-    check_search([rank["full"] for rank in two_ranks], strategies=STRATEGIES[:1])
+    check_search(run_on_ranks(_searched, 2, shallow_assets(tiny_dir), tmp_path), strategies=STRATEGIES[:1])
 
 
 # ---- on one rank
