@@ -18,9 +18,8 @@ hypothesis.settings.register_profile("tests", derandomize=True, deadline=None)  
 hypothesis.settings.load_profile("tests")
 gc.disable()  # until tests are collected: a third of the time of imports would go into a search for garbage
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported, so before any fixture
-signal.signal(
-    signal.SIGHUP, signal.SIG_DFL
-)  # under `nohup` it is ignored, and so it would be by the runs that tests start
+# Under `nohup` it is ignored, and so it would be by the runs that tests start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _START_PROCESSES = {"run_on_ranks", "run_alone", "tune_run", "launched", "subprocess", "getfixturevalue"}
 
 
@@ -29,7 +28,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Two ranks on one processor take turns. On two, each collective would wake the other one, which takes longer.
     """
-    config.addinivalue_line("filterwarnings", "ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker and hasattr(os, "sched_setaffinity"):
         processors = sorted(os.sched_getaffinity(0))

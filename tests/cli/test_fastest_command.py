@@ -24,8 +24,6 @@ from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import load_config
 from torchtune_adaptive.training.run_log import RunLog
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
-
 RECIPE = "adaptive_full_finetune_single_device"
 CHECKPOINTED = "enable_activation_checkpointing=True"
 

@@ -27,8 +27,6 @@ from torchtune_adaptive.training.found_config import end_search, found_values
 from torchtune_adaptive.training.run_log import LOG_NAME
 from torchtune_adaptive.training.sizes import Sizes
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
-
 RECIPE = "adaptive_full_finetune_distributed"
 SEARCHED = Sizes(result=search_result(), seq_len=8, fitting_rows=8)  # 13 fit, 8 are used
 IN_TOKENS = Sizes(result=search_result(), token_budget=110, fitting_rows=8)

@@ -100,7 +100,6 @@ def test_a_bad_input_is_refused_by_every_rank_with_one_sentence(case: str, answe
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
 def test_a_teacher_of_another_vocabulary_is_refused_before_the_search(tiny_dir: Path, tmp_path: Path) -> None:
     geometry: dict[str, Any] = MODEL_GEOMETRY | {"vocab_size": 2112, "num_layers": 1}
     (weights := tmp_path / "weights").mkdir()

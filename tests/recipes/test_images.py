@@ -127,7 +127,6 @@ def test_the_cut_shows_where_torchtune_pads_images_to_different_numbers_of_tiles
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
