@@ -16,6 +16,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.snapshot import restore_on_exit
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.testing import Fault, out_of_memory
 
 CPU = torch.device("cpu")
@@ -94,9 +95,9 @@ class Scenarios:
         votes: list[int] = []
 
         class Counting(Consensus):
-            def max_over_ranks(self, number: int) -> int:
-                votes.append(number)
-                return super().max_over_ranks(number)
+            def begin_max(self, *numbers: int) -> Callable[[], list[int]]:
+                votes.append(numbers[0])
+                return super().begin_max(*numbers)
 
         consensus = Counting()
         with restore_on_exit(self.trainee.model, [self.trainee.optimizer]):
@@ -119,6 +120,26 @@ class Scenarios:
 
         return run_or_abort_together(work, self.consensus).name
 
+    def different_collectives(self) -> list[str]:
+        """Rank 0 sums another number of elements, another tensor than the others, or nothing."""
+
+        def sizes() -> None:
+            dist.all_reduce(torch.ones(2 if self.rank else 3))
+
+        def kinds() -> None:
+            dist.all_reduce(torch.ones(2)) if self.rank else dist.broadcast(torch.ones(2), src=0)
+
+        def none() -> None:
+            if self.rank:
+                dist.all_reduce(torch.ones(2))
+
+        sentences = []
+        for work in (sizes, kinds, none):
+            with pytest.raises(InputError) as refused:
+                run_or_abort_together(work, self.consensus)
+            sentences.append(str(refused.value))
+        return sentences
+
 
 def play(rank: int) -> dict[str, Any]:
     """All scenarios on this rank."""
@@ -132,6 +153,7 @@ def play(rank: int) -> dict[str, Any]:
         "votes and collectives": scenarios.votes_and_collectives(),
     }
     played["before clipping"] = scenarios.a_failure_before_clipping()
+    played["different collectives"] = scenarios.different_collectives()
     if hasattr(FSDPModule, "reset_iter_state"):  # FSDP as in torch before 2.13
         del FSDPModule.reset_iter_state
     played["without reset_iter_state"] = scenarios.one_rank_fails(points=POINTS // 2)
@@ -179,6 +201,12 @@ def test_there_is_a_vote_before_every_collective(played: list[dict[str, Any]]) -
 
 def test_no_rank_waits_in_a_collective_inside_an_operation_on_dtensors(played: list[dict[str, Any]]) -> None:
     assert [ranks["before clipping"] for ranks in played] == ["OUT_OF_MEMORY"] * len(played)
+
+
+def test_ranks_before_different_collectives_are_refused_on_each(played: list[dict[str, Any]]) -> None:
+    for ranks in played:
+        assert all(one.startswith("Ranks issue different collectives") for one in ranks["different collectives"])
+        assert len(ranks["different collectives"]) == 3
 
 
 def play_everywhere(rank: int) -> list[Trial]:

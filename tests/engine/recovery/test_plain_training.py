@@ -1,8 +1,9 @@
 """With recovery, training is as plain training in ``DistributedDataParallel``, or under FSDP2 that reduces once."""
 
+import itertools
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -372,18 +373,81 @@ def _how_often_a_gradient_grows_may_change_if_it_did_so_in_the_dry_run(rank: int
     assert same_bits(training.state(), plain.state())
 
 
-def _a_backward_pass_between_the_steps_is_not_averaged(rank: int) -> None:
-    """As of a penalty, whose backward pass comes after the step's."""
+def _a_backward_pass_between_the_steps_is_as_in_plain_training(rank: int) -> None:
+    """As of a penalty, whose backward pass comes after the step's: it is averaged if it goes through the wrapper."""
+
+    def of_weights(training: Training) -> torch.Tensor:
+        return torch.stack([one.square().sum() for one in training.net.parameters()]).sum()
+
+    def of_outputs(training: Training) -> torch.Tensor:
+        return training.model(training.rows(9)).square().sum()
+
+    for penalty in (of_weights, of_outputs):
+        states = []
+        for recovers in (False, True):
+            training = Training(Variant())
+            step: Any = training.recoverable(ROWS) if recovers else training.micro_step
+            for number in range(STEPS):
+                step(training.rows(number))
+                penalty(training).backward()
+                training.update()
+            states.append(training.state())
+        assert same_bits(*states)
+
+
+def _a_forward_pass_between_the_steps_changes_nothing(rank: int) -> None:
+    """As of a validation without `no_grad`, after which the wrapper expects a backward pass."""
     states = []
-    for recovers in (False, True):
+    for has_graph in (False, True):
         training = Training(Variant())
-        step: Any = training.recoverable(ROWS) if recovers else training.micro_step
+        step = training.recoverable()
         for number in range(STEPS):
+            wrap_micro_steps(step, partial(under, {1: Fault(FAULTS[1], ranks=[1])} if number == 1 else {}))
             step(training.rows(number))
-            torch.stack([one.square().sum() for one in training.net.parameters()]).sum().backward()
             training.update()
+            with torch.set_grad_enabled(has_graph):
+                training.model(training.rows(number))
+        assert step.retries == 1
         states.append(training.state())
     assert same_bits(*states)
+
+
+# ---- between the steps under FSDP2
+
+
+def _a_step_that_the_caller_skips_leaves_no_gradients(rank: int) -> None:
+    """After an error of its own in the second micro-step, in the forward or the backward pass."""
+    for name in ("register_forward_pre_hook", "register_full_backward_hook"):
+        states = []
+        for steps in ((0, 2), (0, 1, 2)):
+            training = Training(SHARDED)
+            step = training.recoverable()
+            step.dry_run(training.rows(0))
+            micro_steps = itertools.count()
+
+            def fail_in_the_second(*_: object, micro_steps: Iterator[int] = micro_steps) -> None:
+                if next(micro_steps):
+                    raise KeyError("the user's own mistake")
+
+            for number in steps:
+                hooks = [getattr(training.net.second, name)(fail_in_the_second)] if number == 1 else []
+                torch.manual_seed(number)
+                with suppress(KeyError):
+                    step(training.rows(number))
+                    training.update()
+                for hook in hooks:
+                    hook.remove()
+                training.optimizer.zero_grad()
+            assert next(micro_steps) == (2 if 1 in steps else 0)
+            states.append(training.state())
+        assert same_bits(*states)
+
+
+def _parameters_that_stay_whole_show_their_gradients_after_a_step(rank: int) -> None:
+    training = Training(SHARDED)
+    training.model.set_reshard_after_backward(False)
+    training.recoverable()(training.rows(0))
+    assert all(one.grad is not None for one in training.model.parameters())
 
 
 # ---- on two ranks
@@ -398,7 +462,10 @@ def _on_two(rank: int) -> dict[str, dict[str, bool]]:
     _gradients_of_parameters_that_stay_whole_are_compared(rank)
     _a_gradient_that_grows_after_its_average_is_an_error_not_a_wrong_result(rank)
     _how_often_a_gradient_grows_may_change_if_it_did_so_in_the_dry_run(rank)
-    _a_backward_pass_between_the_steps_is_not_averaged(rank)
+    _a_backward_pass_between_the_steps_is_as_in_plain_training(rank)
+    _a_forward_pass_between_the_steps_changes_nothing(rank)
+    _a_step_that_the_caller_skips_leaves_no_gradients(rank)
+    _parameters_that_stay_whole_show_their_gradients_after_a_step(rank)
     return _compared(rank)
 
 

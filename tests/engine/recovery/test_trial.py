@@ -275,6 +275,19 @@ def test_random_numbers_that_cannot_be_fixed_are_not_taken_for_mixed_samples(cap
     assert "draws random numbers that cannot be fixed" in caplog.text
 
 
+def with_seed_of_its_own(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """As the code of Inductor draws it, for kernels whose random numbers no operation shows."""
+    seed = torch.randint(-(2**63), 2**63 - 1, ()) % 1009
+    kept = torch.arange(1, 1 + 6 * len(rows)) * seed % 97 / 97
+    return (model(rows) * kept.view(-1, 6)).square().sum()
+
+
+def test_kernels_that_draw_random_numbers_are_not_taken_for_mixed_samples(caplog: pytest.LogCaptureFixture) -> None:
+    step = step_of(net(), with_seed_of_its_own)
+    step(ROWS)
+    assert "draws random numbers that cannot be fixed" in caplog.text
+
+
 def test_dropout_in_compiled_code_is_not_taken_for_mixed_samples() -> None:
     model = net(nn.Dropout(0.5))
     model.compile(backend="aot_eager")

@@ -72,6 +72,7 @@ class DdpLedger(Ledger):
         self._grown.clear()
         self.unused.clear()
         self._missing = [sum(self._expected.get(one, math.inf) for one in bucket) for bucket in self._buckets]
+        forget_forward_passes(self._ddp)
         kept = self._ddp.require_forward_param_sync
         self._ddp.require_forward_param_sync = False  # `start_step` has broadcast the buffers
         try:
@@ -158,6 +159,15 @@ class DdpLedger(Ledger):
         for parameter in self._parameters:
             grown = self._grown[parameter] or math.inf  # one without a gradient may have one later
             self._expected[parameter] = grown if self._expected.get(parameter, grown) == grown else math.inf
+
+
+def forget_forward_passes(ddp: DistributedDataParallel) -> None:
+    """Let the reducer of ``ddp`` expect no backward pass, and no buckets that it would build anew.
+
+    After a forward pass with gradients that has no backward pass of its parameters, as of a validation without
+    ``no_grad``, it would average the gradients of the next backward pass, also within ``no_sync``.
+    """
+    ddp.reducer._reset_state()
 
 
 def compiled_as_a_whole() -> AbstractContextManager[Any]:

@@ -6,17 +6,23 @@ ranks then stop before the same collective. This costs a host round trip per col
 probe but too slow for training.
 """
 
+import re
 import sys
+import zlib
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.functional_collectives import wait_for_unused_results
 from torchtune_adaptive.engine.memory.operations import OperationMode, is_collective, is_wait
 from torchtune_adaptive.engine.memory.out_of_memory import errors_behind, is_out_of_memory
+from torchtune_adaptive.errors import InputError
 
 
 class Outcome(IntEnum):
@@ -29,6 +35,14 @@ class Outcome(IntEnum):
 
 class PeerFailedError(RuntimeError):
     """Another rank has failed, with an error of its own that is not out of memory."""
+
+
+_SAME_SIZES = re.compile("_allgather_base|_reduce_scatter_base|allreduce")  # names of collectives of equal sizes
+_IS_DONE, _IN_A_PART = 0, 1  # in place of the digest of a collective: no more of them; one of some of the ranks
+
+
+class RanksDifferError(InputError):
+    """Ranks issue different collectives. Raised on all of them."""
 
 
 class _PeerStopped(Exception):
@@ -44,10 +58,36 @@ class _VoteBeforeCollectives(OperationMode):
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_collective(func) and not is_wait(func):
             with _disable_current_modes():
-                worst = self._consensus.max_over_ranks(Outcome.DONE)
+                worst = _vote(self._consensus, Outcome.DONE, _digest(func, args, self._consensus.world_size))
             if worst != Outcome.DONE:
-                raise _PeerStopped(Outcome(worst))
+                raise _PeerStopped(worst)
         return func(*args, **kwargs)
+
+
+def _vote(consensus: Consensus, outcome: Outcome, digest: int = _IS_DONE) -> Outcome:
+    """The worst outcome of any rank. A collective.
+
+    Raises:
+        RanksDifferError: no rank has failed, but their next collectives differ: each would wait for the others.
+    """
+    worst, largest, negated_smallest = consensus.begin_max(outcome, digest, -digest)()
+    if worst == Outcome.DONE and largest != -negated_smallest:
+        raise RanksDifferError(
+            "Ranks issue different collectives in one step, so that each would wait for the others: as where an expert"
+            " or another part of the model gets no samples on one rank, or each rank runs a part of a pipeline."
+        )
+    return Outcome(worst)
+
+
+def _digest(func: Any, args: tuple[Any, ...], world_size: int) -> int:
+    """A number that is equal on all ranks if they issue the same collective."""
+    group = next(
+        (one for one in args if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type())), None
+    )
+    if group is None or dist.ProcessGroup.unbox(group).size() != world_size:
+        return _IN_A_PART  # or a functional collective, of tensor parallelism
+    sizes = [one.numel() for one in tree_leaves(args) if isinstance(one, torch.Tensor)]
+    return 2 + zlib.crc32(f"{func.__name__} {sizes if _SAME_SIZES.search(func.__name__) else ''}".encode())
 
 
 def _why_stopped(error: BaseException, handled: BaseException | None) -> tuple[Outcome, bool] | None:
@@ -77,14 +117,16 @@ def run_or_abort_together(work: Callable[[], object], consensus: Consensus) -> O
             with _VoteBeforeCollectives(consensus):
                 work()
     except Exception as error:
+        if any(isinstance(one, RanksDifferError) for one in errors_behind(error, handled=handled)):
+            raise  # on each rank
         stopped = _why_stopped(error, handled)
         if stopped is None:
-            consensus.max_over_ranks(Outcome.FAILED)
+            _vote(consensus, Outcome.FAILED)
             raise
         outcome, failed_here = stopped  # do not keep the error: its traceback keeps all tensors alive
         wait_for_unused_results()
     if failed_here:  # or if the work is done: the peers then wait for this rank's vote
-        outcome = Outcome(consensus.max_over_ranks(outcome))
+        outcome = _vote(consensus, outcome)
     if outcome is Outcome.FAILED:
         raise PeerFailedError("another rank failed during a probe; see its own error message")
     return outcome

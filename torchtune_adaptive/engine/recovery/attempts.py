@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from torchtune_adaptive.engine.distributed.attributes import KeptAttributes, TensorPlace
-from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, drop_forward_passes, fsdp_states
+from torchtune_adaptive.engine.distributed.fsdp_state import (
+    KeptSettings,
+    drop_forward_passes,
+    fsdp_states,
+    reset_after_failure,
+)
 from torchtune_adaptive.engine.distributed.functional_collectives import wait_for_unused_results
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, CollectiveStateUnknownError, Ledger
 from torchtune_adaptive.engine.distributed.snapshot import KeptBuffers, RandomStates
@@ -74,6 +79,7 @@ class Recovery:
         self._states = fsdp_states(loop.model)
         self._settings = self._first_settings = KeptSettings(self._states)
         self._is_in_step = True
+        self._is_interrupted = False  # whether an error of the caller's has ended the last attempt
 
     @property
     def has_other_settings(self) -> bool:
@@ -85,6 +91,9 @@ class Recovery:
 
         A collective.
         """
+        if self._is_interrupted:  # FSDP2 still holds gradients that no parameter shows, or waits for a backward pass
+            self._loop.release()
+            reset_after_failure(self._loop.model)
         self._ledger.start_step()
         self._random_states = RandomStates(self._loop.device)
         self._kept = KeptBuffers(self._buffers) if self._kept is None else self._kept.renewed()
@@ -105,6 +114,7 @@ class Recovery:
                 launcher then ends the others.
         """
         attempt = Attempt[Result]()
+        self._is_interrupted = True
         for number, micro_step in enumerate(micro_steps, start=1):
             drop_forward_passes(self._states)
             self._ledger.begin(is_last=number == len(micro_steps))
@@ -127,6 +137,8 @@ class Recovery:
             self._clean(has_garbage=attempt.error is None)  # else this rank has cleaned up at once
         elif has_unused:
             self._ledger.drop_unused(self._consensus)
+        self._is_interrupted = False
+        drop_forward_passes(self._states)  # else the model shows parameters that stay whole, without their gradients
         return attempt
 
     def _run(self, micro_step: Callable[[], Result], attempt: Attempt[Result]) -> None:

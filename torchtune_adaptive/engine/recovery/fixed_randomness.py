@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtune_adaptive.engine.memory.operations import OperationMode, is_collective
 
+_SEEDS = -(2**63), 2**63 - 1  # the bounds with which compiled code draws a seed of its own
 _FRACTIONS = [math.sqrt(prime) % 1 for prime in (2, 3, 5, 7, 11, 13)]  # of each dimension's steps; evenly spread
 
 
@@ -55,7 +56,8 @@ class FixedRandomness(OperationMode):
         if generator is not None:
             generator.set_state(state)
         values = _VALUES.get(name.rstrip("_"))
-        if values is not None and isinstance(result, torch.Tensor):
+        is_seed = name == "randint" and (given.get("low"), given.get("high")) == _SEEDS  # of compiled code
+        if values is not None and isinstance(result, torch.Tensor) and not is_seed:
             with _disable_current_modes(), torch.no_grad():
                 spread = _spread(result[(slice(0, 1),) * result.ndim] if self._is_constant else result)
                 result.copy_(values(spread, given))
