@@ -112,4 +112,4 @@ def test_an_error_at_any_operation_of_a_rank_gives_the_gradients_of_smaller_micr
         # As the places. What comes after the backward pass, as `detach` here, counts as the loss.
         assert found["phases"][0] == "forward"
         assert [one for one in found["phases"] if one != "loss"][-1] == "backward"
-        assert "the others, for example of tensor or context parallelism, may depend on the batch" in found["refused"]
+        assert "the others, for example of tensor or context parallelism" in found["refused"]
