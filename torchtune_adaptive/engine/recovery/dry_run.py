@@ -309,8 +309,8 @@ def _why_not_covered(recorded: list[_Recorded], expected: tuple[list[AnyCollecti
         if one.num_issued != num_known:
             why = (
                 f"a micro-step issues {one.num_issued} collectives, but only {num_known} of them gather parameters or"
-                " reduce gradients: the others, for example of tensor or context parallelism or of a model that is not in"
-                " `model`, may depend on the batch"
+                " reduce gradients: the others, for example of tensor or context parallelism or of a model that is not"
+                " in `model`, may depend on the batch"
             )
             of_ddp = "If there is a DistributedDataParallel, pass that itself as `model`, and set none of its flags"
             return why if num_known else f"{why}. {of_ddp}"
