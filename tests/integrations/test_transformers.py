@@ -317,6 +317,24 @@ def test_a_failed_training_leaves_nothing_on_the_model() -> None:
     assert not trainer.model._forward_hooks
 
 
+def test_a_training_after_an_error_of_ones_own_equals_a_new_one() -> None:
+    """Also in its metrics: what the failed step has gathered is dropped."""
+    common: dict[str, Any] = {"accumulation": 2, "dropout": 0.0}
+    trainer = make("sft", options={"micro_batch_size": BATCH}, **common)
+    mistakes = ["the user's own"]
+
+    def around(number: int, run: Any) -> Any:
+        if number and mistakes:
+            raise KeyError(mistakes.pop())
+        return run()
+
+    with pytest.raises(KeyError):
+        trainers.trained_around(trainer, around)
+    parameters, logs = difference(trained(trainer), trained(make("sft", is_adaptive=False, **common)))
+    assert parameters == 0
+    assert {*logs} <= {"total_flos"}  # of both trainings
+
+
 def test_errors_are_raised_on_all_ranks() -> None:
     one, other = run_on_ranks(trainers.errors_on_rank, 2)
     assert one == other

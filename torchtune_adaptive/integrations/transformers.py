@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
+from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, MemoryPressure
 from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
@@ -123,6 +124,7 @@ class AdaptiveTrainerMixin(_Trainer):
         """
         self._held.clear()
         self._held_logs.clear()
+        drop_forward_passes(fsdp_states(self.model))  # as of `predict`: whole parameters look like those of adapters
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -149,6 +151,18 @@ class AdaptiveTrainerMixin(_Trainer):
         batches, self._held = self._held, []
         counters = (*self.counters, "_held_logs")
         self._counted = {name: copy.deepcopy(getattr(self, name)) for name in counters if hasattr(self, name)}
+        try:
+            loss = self._run_step(model, batches)
+        except BaseException:
+            self._release()  # or a caller that goes on would keep late values that nothing computes
+            raise
+        logs, self._held_logs = self._held_logs, []
+        for positional, named in logs:
+            self.log(*positional, **named)
+        return loss
+
+    def _run_step(self, model: nn.Module, batches: list[TrainerBatch]) -> torch.Tensor:
+        """Run the forward and backward passes of an optimizer step, and return the sum of their losses. A collective."""
         step, is_new = self._recoverable, False
         if step is None or self._is_provisional:
             step, is_new = self._make_step(model, batches), True
@@ -156,9 +170,6 @@ class AdaptiveTrainerMixin(_Trainer):
         self._try_differences(step, batches, is_new=is_new)
         loss = step(batches)
         self.__dict__.update(self._gathers.finish({name: getattr(self, name) for name in self._counted}))
-        logs, self._held_logs = self._held_logs, []
-        for positional, named in logs:
-            self.log(*positional, **named)
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

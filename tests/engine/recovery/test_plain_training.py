@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -301,6 +302,24 @@ def _what_differs_between_ranks_is_refused_on_each(rank: int) -> None:
         step(torch.ones(ROWS, WIDTH))
 
 
+def _contexts_in_which_ranks_train_apart_are_refused(rank: int) -> None:
+    """As accelerate's `LocalSGD` and `join_uneven_inputs`; before the dry run and after it."""
+    contexts: list[tuple[str, Callable[[Any], AbstractContextManager[Any]]]] = [
+        ("within `no_sync`", lambda model: model.no_sync()),
+        ("in `Join`", lambda model: Join([model])),  # the last one: its setting stays
+    ]
+    training, other = Training(Variant()), Training(Variant())
+    step = training.recoverable()
+    step(training.rows(0))
+    training.update()
+    before = training.state()
+    for text, context in contexts:
+        for one, its_step in ((training, step), (other, other.recoverable())):
+            with pytest.raises(InputError, match=text), context(one.model):
+                its_step(one.rows(1))
+    assert same_bits(training.state(), before)
+
+
 def _collectives_of_its_own_that_come_after_the_dry_run_are_noticed(rank: int) -> None:
     for variant in (SHARDED, Variant()):
         training = Training(variant)
@@ -458,6 +477,7 @@ def _on_two(rank: int) -> dict[str, dict[str, bool]]:
     _only_the_last_micro_step_reduces_under_fsdp2_whose_settings_are_then_as_before(rank)
     _what_cannot_work_is_refused_by_name(rank)
     _what_differs_between_ranks_is_refused_on_each(rank)
+    _contexts_in_which_ranks_train_apart_are_refused(rank)
     _collectives_of_its_own_that_come_after_the_dry_run_are_noticed(rank)
     _gradients_of_parameters_that_stay_whole_are_compared(rank)
     _a_gradient_that_grows_after_its_average_is_an_error_not_a_wrong_result(rank)

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, Collective, Ledger
+from torchtune_adaptive.errors import InputError
 
 BUCKET_BYTES = 25 * 2**20  # the default of `DistributedDataParallel`
 
@@ -35,8 +36,10 @@ class DdpLedger(Ledger):
 
         Raises:
             CannotRecordError: ``ddp`` is used in a way that cannot be recorded.
+            InputError: it is within a context that lets ranks train apart.
         """
         super().__init__(device, reduces_once=True)
+        check_ranks_stay_together(ddp)
         if what := _not_supported(ddp):
             raise CannotRecordError(f"DistributedDataParallel with {what} is not supported")
         self._ddp = ddp
@@ -61,7 +64,12 @@ class DdpLedger(Ledger):
             hook.remove()
 
     def start_step(self) -> None:
-        """Broadcast the buffers, as ``DistributedDataParallel`` does in the first forward pass of a step."""
+        """Broadcast the buffers, as ``DistributedDataParallel`` does in the first forward pass of a step.
+
+        Raises:
+            InputError: ``ddp`` is within a context that lets ranks train apart.
+        """
+        check_ranks_stay_together(self._ddp)
         if self._ddp.will_sync_module_buffers():
             self._ddp._sync_buffers()
         self._ddp.require_forward_param_sync = True  # as after a step that it has reduced itself
@@ -159,6 +167,24 @@ class DdpLedger(Ledger):
         for parameter in self._parameters:
             grown = self._grown[parameter] or math.inf  # one without a gradient may have one later
             self._expected[parameter] = grown if self._expected.get(parameter, grown) == grown else math.inf
+
+
+def check_ranks_stay_together(ddp: DistributedDataParallel) -> None:
+    """Check that ``ddp`` is in no context in which its ranks train apart.
+
+    Raises:
+        InputError: it is, or was in ``Join``, which leaves its setting behind.
+    """
+    if ddp._join_config.enable:  # a rank that has failed could not answer
+        raise InputError(
+            "A `DistributedDataParallel` that is or was in `Join`, as of accelerate's `join_uneven_inputs`, communicates"
+            " in its forward passes: give all ranks equally many steps instead."
+        )
+    if not ddp.require_backward_grad_sync:
+        raise InputError(
+            "A step within `no_sync`, as of accelerate's `LocalSGD` or `accumulate`, would average the gradients of all"
+            " ranks all the same: call it outside, with all samples of an optimizer step."
+        )
 
 
 def forget_forward_passes(ddp: DistributedDataParallel) -> None:

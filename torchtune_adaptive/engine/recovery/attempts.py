@@ -91,9 +91,7 @@ class Recovery:
 
         A collective.
         """
-        if self._is_interrupted:  # FSDP2 still holds gradients that no parameter shows, or waits for a backward pass
-            self._loop.release()
-            reset_after_failure(self._loop.model)
+        self._reset_if_interrupted()
         self._ledger.start_step()
         self._random_states = RandomStates(self._loop.device)
         self._kept = KeptBuffers(self._buffers) if self._kept is None else self._kept.renewed()
@@ -203,5 +201,13 @@ class Recovery:
         return found
 
     def close(self) -> None:
-        """Restore the model's own communication functions."""
+        """Restore the model's own communication functions, and drop what an interrupted attempt has left."""
         self._ledger.detach()
+        self._reset_if_interrupted()
+
+    def _reset_if_interrupted(self) -> None:
+        """After an error of the caller's, FSDP2 holds gradients that no parameter shows, or waits for a backward pass."""
+        if self._is_interrupted:
+            self._loop.release()
+            reset_after_failure(self._loop.model)
+            self._is_interrupted = False
