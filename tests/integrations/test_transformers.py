@@ -335,6 +335,10 @@ def test_a_training_after_an_error_of_ones_own_equals_a_new_one() -> None:
     assert {*logs} <= {"total_flos"}  # of both trainings
 
 
+def test_a_training_after_a_prediction_under_fsdp2_equals_the_plain_trainers() -> None:
+    assert run_on_ranks(trainers.second_training_on_rank, 2) == [(0.0, {})] * 2
+
+
 def test_errors_are_raised_on_all_ranks() -> None:
     one, other = run_on_ranks(trainers.errors_on_rank, 2)
     assert one == other

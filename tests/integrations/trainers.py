@@ -409,6 +409,19 @@ def last_batch_on_rank(rank: int) -> Any:
     return difference(ours, trained(make("sft", is_adaptive=False, **common)))
 
 
+def second_training_on_rank(rank: int) -> Any:
+    """What differs from the plain trainer in a training after a prediction, which leaves parameters of FSDP2 whole."""
+    on_rank(rank)
+
+    def run(**options: Any) -> Outcome:
+        trainer = make("trainer", is_adaptive=bool(options), sharding="load", accumulation=2, options=options)
+        trainer.train()
+        trainer.predict([{"input_ids": [*range(5, 12)]}] * 6)
+        return trained(trainer)
+
+    return difference(run(micro_batch_size=BATCH), run())
+
+
 class MeanOverTokens(Trainer):
     """A user's own trainer, whose loss is a mean over the tokens of a batch."""
 
