@@ -162,7 +162,7 @@ class AdaptiveTrainerMixin(_Trainer):
         return loss
 
     def _run_step(self, model: nn.Module, batches: list[TrainerBatch]) -> torch.Tensor:
-        """Run the forward and backward passes of an optimizer step, and return the sum of their losses. A collective."""
+        """Run the forward and backward passes of an optimizer step: the sum of their losses. A collective."""
         step, is_new = self._recoverable, False
         if step is None or self._is_provisional:
             step, is_new = self._make_step(model, batches), True

@@ -177,8 +177,8 @@ def check_ranks_stay_together(ddp: DistributedDataParallel) -> None:
     """
     if ddp._join_config.enable:  # a rank that has failed could not answer
         raise InputError(
-            "A `DistributedDataParallel` that is or was in `Join`, as of accelerate's `join_uneven_inputs`, communicates"
-            " in its forward passes: give all ranks equally many steps instead."
+            "A `DistributedDataParallel` that is or was in `Join`, as of accelerate's `join_uneven_inputs`,"
+            " communicates in its forward passes: give all ranks equally many steps instead."
         )
     if not ddp.require_backward_grad_sync:
         raise InputError(

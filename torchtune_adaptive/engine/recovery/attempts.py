@@ -206,7 +206,7 @@ class Recovery:
         self._reset_if_interrupted()
 
     def _reset_if_interrupted(self) -> None:
-        """After an error of the caller's, FSDP2 holds gradients that no parameter shows, or waits for a backward pass."""
+        """After an error of the caller's FSDP2 holds gradients that no parameter shows, or awaits a backward pass."""
         if self._is_interrupted:
             self._loop.release()
             reset_after_failure(self._loop.model)
