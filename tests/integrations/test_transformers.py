@@ -317,10 +317,8 @@ def test_a_failed_training_leaves_nothing_on_the_model() -> None:
     assert not trainer.model._forward_hooks
 
 
-def test_a_training_after_an_error_of_ones_own_equals_a_new_one() -> None:
-    """Also in its metrics: what the failed step has gathered is dropped."""
-    common: dict[str, Any] = {"accumulation": 2, "dropout": 0.0}
-    trainer = make("sft", options={"micro_batch_size": BATCH}, **common)
+def _mistaken_once() -> trainers.Around:
+    """The user's own mistake in the second micro-step of a training."""
     mistakes = ["the user's own"]
 
     def around(number: int, run: Any) -> Any:
@@ -328,11 +326,35 @@ def test_a_training_after_an_error_of_ones_own_equals_a_new_one() -> None:
             raise KeyError(mistakes.pop())
         return run()
 
+    return around
+
+
+def test_a_training_after_an_error_of_ones_own_equals_a_new_one() -> None:
+    """Also in its metrics: what the failed step has gathered is dropped."""
+    common: dict[str, Any] = {"accumulation": 2, "dropout": 0.0}
+    trainer = make("sft", options={"micro_batch_size": BATCH}, **common)
     with pytest.raises(KeyError):
-        trainers.trained_around(trainer, around)
+        trainers.trained_around(trainer, _mistaken_once())
     parameters, logs = difference(trained(trainer), trained(make("sft", is_adaptive=False, **common)))
     assert parameters == 0
     assert {*logs} <= {"total_flos"}  # of both trainings
+
+
+def test_a_step_that_the_caller_skips_leaves_no_late_values() -> None:
+    trainer = make("sft", options={"micro_batch_size": BATCH}, accumulation=2)
+    run_step, skipped = trainer.training_step, []
+
+    def skipping(*args: Any) -> torch.Tensor:
+        try:
+            return run_step(*args)
+        except KeyError as error:
+            skipped.append(error)
+            return torch.zeros(())
+
+    trainer.training_step = skipping
+    trainers.trained_around(trainer, _mistaken_once())
+    assert len(skipped) == 1
+    assert trainer.state.global_step == trainers.STEPS
 
 
 def test_a_training_after_a_prediction_under_fsdp2_equals_the_plain_trainers() -> None:
