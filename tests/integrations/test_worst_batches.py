@@ -386,7 +386,7 @@ NOT_INDEXED, NOT_READ = "the data cannot be indexed", "another process cannot re
         (None, collate, NOT_INDEXED),
         ([row(3)], None, NOT_INDEXED),
         (Broken([RuntimeError("Cannot re-initialize CUDA")]), collate, f"{NOT_READ}(RuntimeError: Cannot re-init"),
-        ([row(3)], unpicklable, f"{NOT_READ}(AttributeError: Can't pickle local"),
+        ([row(3)], unpicklable, f"{NOT_READ}(AttributeError: Can't "),
         (Broken([lambda: os._exit(3)]), collate, f"{NOT_READ}(DataLoader worker (pid"),
         (Broken([SystemExit(3)]), collate, f"{NOT_READ}(DataLoader worker (pid"),
         (HANGS, collate, f"{NOT_READ}(DataLoader timed out"),
