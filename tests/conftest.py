@@ -23,7 +23,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _START_PROCESSES = {"run_on_ranks", "run_alone", "tune_run", "launched", "subprocess", "getfixturevalue"}
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Each process of pytest-xdist keeps to a processor of its own, with the ranks that its tests start.
 
     Two ranks on one processor take turns. On two, each collective would wake the other one, which takes longer.

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -377,6 +378,7 @@ def unpicklable(rows: Sequence[Row]) -> dict[str, Any]:
 
 HANGS = Broken([lambda: time.sleep(3600)])
 NOT_INDEXED, NOT_READ = "the data cannot be indexed", "another process cannot read or collate a sample "
+NOT_PICKLED = "get" if sys.version_info >= (3, 13) else "pickle"  # in words of Python
 
 
 @pytest.mark.parametrize(
@@ -386,7 +388,7 @@ NOT_INDEXED, NOT_READ = "the data cannot be indexed", "another process cannot re
         (None, collate, NOT_INDEXED),
         ([row(3)], None, NOT_INDEXED),
         (Broken([RuntimeError("Cannot re-initialize CUDA")]), collate, f"{NOT_READ}(RuntimeError: Cannot re-init"),
-        ([row(3)], unpicklable, f"{NOT_READ}(AttributeError: Can't "),
+        ([row(3)], unpicklable, f"{NOT_READ}(AttributeError: Can't {NOT_PICKLED} local"),
         (Broken([lambda: os._exit(3)]), collate, f"{NOT_READ}(DataLoader worker (pid"),
         (Broken([SystemExit(3)]), collate, f"{NOT_READ}(DataLoader worker (pid"),
         (HANGS, collate, f"{NOT_READ}(DataLoader timed out"),

@@ -50,8 +50,8 @@ def plan_model(arguments: Sequence[str]) -> None:
     training = RunKeys.of(keys, Arguments.of(given.trainer)).training  # refuses keys before torch is imported
     used = require_integer(size_key, training[size_key], minimum=1) if size_key in training else None
 
-    from torchtune_adaptive.engine.memory.out_of_memory import only_new_garbage
-    from torchtune_adaptive.plan.any_loop import LoopPlan, plan_of_loop  # torch takes seconds to import
+    from torchtune_adaptive.engine.memory.out_of_memory import only_new_garbage  # torch takes seconds to import
+    from torchtune_adaptive.plan.any_loop import LoopPlan, plan_of_loop
     from torchtune_adaptive.plan.hugging_face.changes import ways_to_fit
     from torchtune_adaptive.plan.hugging_face.run import UNCERTAINTY, HuggingFaceRun
     from torchtune_adaptive.plan.hugging_face.tracing import RunTracer

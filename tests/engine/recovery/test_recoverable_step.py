@@ -516,7 +516,7 @@ def test_a_module_that_is_added_in_training_is_restored_too(caplog: pytest.LogCa
     step(SAMPLES[:4])
     assert step.retries == 1
     assert added.count == 2
-    assert "Step 2 needs another dry run, because the model has other modules" in caplog.text
+    assert "Step 2 makes another dry run: since the last one, modules were added or removed." in caplog.text
 
 
 def test_a_module_without_tensors_that_each_step_makes_anew_needs_no_dry_run() -> None:

@@ -39,7 +39,7 @@ class DdpLedger(Ledger):
             InputError: it is within a context that lets ranks train apart.
         """
         super().__init__(device, reduces_once=True)
-        check_ranks_stay_together(ddp)
+        _check_ranks_stay_together(ddp)
         if what := _not_supported(ddp):
             raise CannotRecordError(f"DistributedDataParallel with {what} is not supported")
         self._ddp = ddp
@@ -69,7 +69,7 @@ class DdpLedger(Ledger):
         Raises:
             InputError: ``ddp`` is within a context that lets ranks train apart.
         """
-        check_ranks_stay_together(self._ddp)
+        _check_ranks_stay_together(self._ddp)
         if self._ddp.will_sync_module_buffers():
             self._ddp._sync_buffers()
         self._ddp.require_forward_param_sync = True  # as after a step that it has reduced itself
@@ -169,7 +169,7 @@ class DdpLedger(Ledger):
             self._expected[parameter] = grown if self._expected.get(parameter, grown) == grown else math.inf
 
 
-def check_ranks_stay_together(ddp: DistributedDataParallel) -> None:
+def _check_ranks_stay_together(ddp: DistributedDataParallel) -> None:
     """Check that ``ddp`` is in no context in which its ranks train apart.
 
     Raises:

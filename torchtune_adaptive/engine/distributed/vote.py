@@ -24,6 +24,9 @@ from torchtune_adaptive.engine.memory.operations import OperationMode, is_collec
 from torchtune_adaptive.engine.memory.out_of_memory import errors_behind, is_out_of_memory
 from torchtune_adaptive.errors import InputError
 
+_SAME_SIZES = re.compile("_allgather_base|_reduce_scatter_base|allreduce")  # names of collectives of equal sizes
+_IS_DONE, _IN_A_PART = 0, 1  # in place of the digest of a collective: no more of them; one of some of the ranks
+
 
 class Outcome(IntEnum):
     """How ``work`` ended. All ranks get the worst outcome of any rank."""
@@ -35,10 +38,6 @@ class Outcome(IntEnum):
 
 class PeerFailedError(RuntimeError):
     """Another rank has failed, with an error of its own that is not out of memory."""
-
-
-_SAME_SIZES = re.compile("_allgather_base|_reduce_scatter_base|allreduce")  # names of collectives of equal sizes
-_IS_DONE, _IN_A_PART = 0, 1  # in place of the digest of a collective: no more of them; one of some of the ranks
 
 
 class RanksDifferError(InputError):

@@ -206,7 +206,10 @@ class Recovery:
         self._reset_if_interrupted()
 
     def _reset_if_interrupted(self) -> None:
-        """After an error of the caller's FSDP2 holds gradients that no parameter shows, or awaits a backward pass."""
+        """Drop what an error of the caller's has left: FSDP2 holds gradients that no parameter shows.
+
+        Unlike ``Loop.clean_up`` it does not wait for the device, which may be broken.
+        """
         if self._is_interrupted:
             self._loop.release()
             reset_after_failure(self._loop.model)

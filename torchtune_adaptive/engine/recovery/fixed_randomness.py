@@ -56,7 +56,7 @@ class FixedRandomness(OperationMode):
         if generator is not None:
             generator.set_state(state)
         values = _VALUES.get(name.rstrip("_"))
-        is_seed = name == "randint" and (given.get("low"), given.get("high")) == _SEEDS  # of compiled code
+        is_seed = name == "randint" and (given.get("low"), given.get("high")) == _SEEDS
         if values is not None and isinstance(result, torch.Tensor) and not is_seed:
             with _disable_current_modes(), torch.no_grad():
                 spread = _spread(result[(slice(0, 1),) * result.ndim] if self._is_constant else result)

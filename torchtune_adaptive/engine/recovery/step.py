@@ -470,13 +470,13 @@ class RecoverableStep(Generic[Sums]):
     def _what_has_changed(self) -> str:
         """Why what the dry run has found may no longer hold on this rank, or ""."""
         if _values(self._children) != self._all_children and _with_tensors(self._loop.model) != self._modules:
-            return "the model has other modules"  # whose buffers the dry run has not seen
+            return "modules were added or removed"  # the dry run has not seen their buffers
         if any(parameter.requires_grad is not was for parameter, was in self._is_trained.items()):
-            return "other parameters are trained"  # other collectives reduce gradients
+            return "parameters were frozen or unfrozen"  # other collectives reduce gradients
         if self._recovery is not None and self._recovery.has_other_settings:
-            return "settings of FSDP2 are others"  # other collectives gather parameters
+            return "settings of FSDP2 have changed"  # other collectives gather parameters
         if any(module.training is not was for module, was in self._batch_norms):
-            return "a batch norm is in another mode"  # samples may be mixed
+            return "a batch norm has changed its mode"  # samples may be mixed
         return ""
 
     def _may_compare(self, samples: Any) -> bool:
@@ -486,7 +486,7 @@ class RecoverableStep(Generic[Sums]):
     def _tell_of(self, changed: str) -> None:
         """Say on the first rank what has changed on any, because another dry run takes time. A collective."""
         if (reason := self._loop.consensus.first_reason(changed)) and self._loop.consensus.rank == 0:
-            log.warning("Step %d needs another dry run, because %s than in the last one.", self._number, reason)
+            log.warning("Step %d makes another dry run: since the last one, %s.", self._number, reason)
 
     def _dry_run_with_samples_that_count(self, samples: Any) -> DryRun:
         """A dry run with two samples that have gradients, if a few tries find them. A collective.
