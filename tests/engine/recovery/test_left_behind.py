@@ -4,7 +4,9 @@ import collections
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +111,39 @@ class Balanced(nn.Module):
         return rows
 
 
+@dataclass
+class Calls:
+    """How often a layer was called."""
+
+    forward: int = 0
+
+
+class Routed(Balanced):
+    """The same losses in lists within a dict, and the number of calls in objects and a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_kind = collections.defaultdict[str, list[torch.Tensor]](list)
+        self.namespace, self.last_two = SimpleNamespace(calls=[Calls()]), (0, 0)
+
+    def forward(self, rows: Rows) -> Rows:
+        (calls,) = self.namespace.calls
+        calls.forward += 1
+        self.last_two = (self.last_two[1], calls.forward)
+        for factor in self.last_two:
+            self.by_kind["square"].append(self.gate(rows + factor / 10).square().sum())
+            self.by_kind["sum"].append(self.gate(rows).sum())
+        return rows
+
+
+def with_losses_by_kind(model: Any, rows: Rows) -> torch.Tensor:
+    by_kind = model[3].by_kind
+    total = model(rows).square().sum() + sum(by_kind["square"]) + sum(by_kind["sum"])
+    for losses in by_kind.values():
+        losses.clear()
+    return total
+
+
 def with_auxiliary_losses(model: Any, rows: Rows) -> torch.Tensor:
     losses = model[3].losses
     total = model(rows).square().sum() + sum(losses)
@@ -160,6 +195,7 @@ CASES: dict[str, tuple[type[nn.Module], Loss]] = {
     "features, a flag and a counter": (Filled, plain),
     "a buffer without a shape": (Observer, plain),
     "losses in a list, counts in a dict, and a history": (Balanced, with_auxiliary_losses),
+    "losses in lists within a dict, counts in objects and a tuple": (Routed, with_losses_by_kind),
 }
 
 
@@ -292,11 +328,12 @@ class Remembering(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.last, self.by_name = torch.zeros(1), dict[str, torch.Tensor]()
+        self.last, self.by_name, self.output = torch.zeros(1), dict[str, torch.Tensor](), {"last": torch.zeros(1)}
 
     def forward(self, rows: Rows) -> Rows:
         self.last = rows.detach()
         self.by_name["last"] = rows.detach() + 0
+        self.output = {"last": rows.detach() + 0}
         return rows
 
 
@@ -307,7 +344,7 @@ def test_activations_that_a_module_keeps_do_not_outlive_the_next_forward_pass() 
     long_rows, alive = torch.zeros(2, 2**18 // WIDTH + 1, WIDTH), list[bool]()
     step(long_rows)
     training.update()
-    before = [weakref.ref(layer.last), weakref.ref(layer.by_name["last"])]
+    before = [weakref.ref(one) for one in (layer.last, layer.by_name["last"], layer.output["last"])]
     layer.register_forward_hook(lambda *_: alive.append(any(one() is not None for one in before)))
     step(long_rows)
     assert layer.last.nbytes > 2**20

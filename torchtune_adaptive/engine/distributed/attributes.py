@@ -1,8 +1,10 @@
 """What modules hold beside parameters, and a step may change: buffers, tensors in attributes, flags, lists."""
 
 import collections
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable
+from dataclasses import is_dataclass
+from functools import cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -18,7 +20,6 @@ _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Siz
 _CONTAINERS = frozenset(
     {list, set, collections.deque, dict, collections.OrderedDict, collections.defaultdict, collections.Counter}
 )
-_KEPT = _PLAIN | _CONTAINERS
 _OTHER = object()  # in place of what is not kept
 
 
@@ -77,11 +78,12 @@ class KeptAttributes:
     """What a step may leave changed in a model beside tensors, above all if it fails halfway.
 
     These are the modes of modules; in modules of the user's own classes, plain attributes such as flags and counters,
-    and lists, dicts, sets and deques; which parameters need gradients; and whether this thread computes gradients. What
-    is within a list in a list, or in an object of another class, is not restored; nor is a list with the result of an
-    earlier step, which would then keep its memory. Attributes and buffers that a step adds are removed, so that the
-    next step adds them again, unless they hold another object. Hooks of modules that a step adds stay, and so do their
-    handles, and flags that have become True together with them: transformers sets one to install its hooks only once.
+    tuples of them, and lists, dicts, sets, deques and dataclasses, also one within another; which parameters need
+    gradients; and whether this thread computes gradients. What is within an object of another class is not restored;
+    nor is a list with the result of an earlier step, which would then keep its memory. Attributes and buffers that a
+    step adds are removed, so that the next step adds them again, unless they hold another object. Hooks of modules that
+    a step adds stay, and so do their handles, and flags that have become True together with them: transformers sets one
+    to install its hooks only once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -103,13 +105,17 @@ class KeptAttributes:
         if names != self._names:
             self._names = names
             self._places = [(holder, name) for holder in self._holders for name in holder if name not in _INTERNAL]
-        self._values: list[Any] = [
-            value if type(value := holder[name]) in _KEPT else _OTHER for holder, name in self._places
-        ]
-        containers = [value for value in self._values if type(value) in _CONTAINERS]
-        if any(issubclass(one, torch.Tensor) for one in set(map(type, _within(containers)))):
-            containers = [one for one in containers if all(map(_costs_little, _within([one])))]
-        self._containers, self._copies = containers, [one.copy() for one in containers]
+        self._values: list[Any] = [holder[name] for holder, name in self._places]
+        self._containers, known = list[Any](), set[int]()
+        for index in [index for index, value in enumerate(self._values) if type(value) not in _PLAIN]:
+            value = self._values[index]
+            content = _content(value)
+            family = None if content is None else _family(content, known)
+            if family is not None:
+                self._containers += family
+            elif not _is_plain_tuple(value):
+                self._values[index] = _OTHER
+        self._copies = [one.copy() for one in self._containers]
 
     def restore(self) -> None:
         """Restore what was kept, any number of times."""
@@ -141,9 +147,46 @@ class KeptAttributes:
         return any(number >= self._first_new_hook for numbers in hooks for number in numbers)
 
 
-def _within(containers: Iterable[Any]) -> Iterator[Any]:
-    """All that is in ``containers``, keys of dicts excepted."""
-    return chain.from_iterable(one.values() if isinstance(one, dict) else one for one in containers)
+def _values_in(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _content(value: Any) -> Any:
+    """The container that ``value`` is, or the attributes of a dataclass or a namespace; None if it is something else.
+
+    Objects of other classes may belong to another thread, or stand for something outside the program.
+    """
+    if type(value) in _CONTAINERS:
+        return value
+    return vars(value) if _is_data(type(value)) and hasattr(value, "__dict__") else None
+
+
+@cache
+def _is_data(kind: type) -> bool:
+    return is_dataclass(kind) or issubclass(kind, SimpleNamespace)
+
+
+def _family(container: Any, known: set[int]) -> list[Any] | None:
+    """``container`` with those within it, at any depth; None if one of them holds a tensor that costs memory.
+
+    Args:
+        known: the identities of the containers that were met, which are left out; it grows.
+    """
+    if id(container) in known:
+        return []
+    family, met = [container], {id(container)}
+    for one in family:
+        if _PLAIN.issuperset(map(type, _values_in(one))):
+            continue
+        for value in _values_in(one):
+            if not _costs_little(value):
+                return None
+            content = _content(value)
+            if content is not None and id(content) not in met and id(content) not in known:
+                family.append(content)
+                met.add(id(content))
+    known |= met
+    return family
 
 
 def _costs_little(value: Any) -> bool:
@@ -151,13 +194,18 @@ def _costs_little(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or (_can_be_set(value) and value.nbytes <= SMALL_BYTES)
 
 
+def _is_plain_tuple(value: Any) -> bool:
+    return type(value) is tuple and _PLAIN.issuperset(map(type, value))
+
+
 def _can_be_removed(value: Any) -> bool:
     """Whether a step that has set an attribute to ``value`` will set it again once it is gone."""
-    return isinstance(value, torch.Tensor) or type(value) in _KEPT
+    is_plain = type(value) in _PLAIN or _is_plain_tuple(value)
+    return is_plain or isinstance(value, torch.Tensor) or _content(value) is not None
 
 
 def _tells_of_hooks(value: Any) -> bool:
     """Whether ``value`` is a flag that is True, or has handles of hooks."""
     return value is True or (
-        type(value) in _CONTAINERS and any(isinstance(one, RemovableHandle) for one in _within([value]))
+        type(value) in _CONTAINERS and any(isinstance(one, RemovableHandle) for one in _values_in(value))
     )
