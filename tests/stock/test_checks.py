@@ -90,6 +90,12 @@ def test_a_misspelt_or_misplaced_key_is_refused_with_what_is_meant(key: str, mea
     check_top_level_keys(OmegaConf.create({key: 1, "tokenizer": {"path": f"${{{key}}}"}}))  # the user's own
 
 
+def test_a_misspelt_block_needs_less_likeness() -> None:
+    sentence = "No recipe reads the top-level key 'modle'; did you mean `model`?"
+    assert refusal(check_top_level_keys, OmegaConf.create({"modle": {"lora_rank": 4}})) == sentence
+    check_top_level_keys(OmegaConf.create({"modle": 4, "val_dataset": {"split": "test"}}))
+
+
 def test_keys_of_the_users_own_pass() -> None:
     keys = ("adapter", "adaptive_lr", "run_name", "max_seq_len", "batch_size_val", 3)
     check_top_level_keys(OmegaConf.create(dict.fromkeys(keys, 1)))

@@ -54,6 +54,7 @@ _INTERPOLATED = re.compile(r"\$\{\.*([^.:}\[\s]+)")
 # difflib's ratio from which a key is taken for a typo. Users have keys of their own that are like torchtune's, such as
 # `batch_size_val` (0.83); ours are long, and no other keys are like them.
 _ALIKE = 0.85
+_ALIKE_BLOCK = 0.8  # of a block, such as `modle`, which users have fewer of
 _LIKE_OURS = {"use_maximum_batch_size": 0.75, "batch_increase_function": 0.75, "adaptive": 0.85}  # not `adapter`
 
 
@@ -63,14 +64,17 @@ def check_top_level_keys(cfg: DictConfig) -> None:
     torchtune would ignore it. A key that the config itself interpolates is the user's own. ``cfg`` must have its
     interpolations unresolved.
     """
-    unknown = [key for key in map(str, cfg) if key not in TOP_LEVEL_KEYS and key not in _stock_keys()]
+    content: Any = OmegaConf.to_container(cfg)
+    known = {*TOP_LEVEL_KEYS, *_stock_keys()}
+    unknown = {str(key): value for key, value in content.items() if str(key) not in known}
     interpolated = set(_INTERPOLATED.findall(OmegaConf.to_yaml(cfg))) if unknown else set()
     read = [key for key, is_read in _stock_keys().items() if is_read]
-    for key in unknown:
+    for key, value in unknown.items():
         if key in interpolated:
             continue
         name = key.lower().replace("-", "_")
-        meant = [f"adaptive.{name}"] if name in BLOCK_KEYS else difflib.get_close_matches(name, read, 1, _ALIKE)
+        alike = _ALIKE_BLOCK if isinstance(value, dict) else _ALIKE
+        meant = [f"adaptive.{name}"] if name in BLOCK_KEYS else difflib.get_close_matches(name, read, 1, alike)
         meant = meant or [
             ours for ours, alike in _LIKE_OURS.items() if difflib.get_close_matches(name, [ours], 1, alike)
         ]
