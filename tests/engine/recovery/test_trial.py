@@ -383,6 +383,77 @@ def test_a_micro_step_that_acts_on_more_than_gradients_is_refused_before_it_does
         assert not any(one.main_grad.any() for one in model.parameters())  # pyright: ignore
 
 
+class Box:
+    """An object of a class that is not restored."""
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+        self.is_busy = False
+
+    def take(self) -> Any:
+        """The sum of all losses, which are then gone."""
+        total = sum(self.losses)
+        self.losses.clear()
+        return total
+
+
+class Noting(nn.Module):
+    """Puts a small auxiliary loss into a box."""
+
+    def __init__(self, box: Box) -> None:
+        super().__init__()
+        self.box = box
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.box.losses.append(rows.square().sum() / 1000)
+        return rows
+
+
+class Entering(nn.Module):
+    """Refuses a second forward pass before the end of the first."""
+
+    def __init__(self, box: Box, *, is_last: bool) -> None:
+        super().__init__()
+        self.box, self.is_last = box, is_last
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.box.is_busy is not self.is_last:
+            raise RuntimeError("entered twice")
+        self.box.is_busy = not self.is_last
+        return rows
+
+
+def taken_at_the_end(box: Box, model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return total_loss(model, rows) + box.take()
+
+
+def taken_at_the_beginning(box: Box, model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    box.losses.clear()
+    return taken_at_the_end(box, model, rows)
+
+
+def test_what_a_micro_step_that_ends_halfway_leaves_for_the_next_one_is_refused() -> None:
+    box = Box()
+    model = net(Noting(box), nn.Dropout(0.3))
+    with pytest.raises(CannotRecoverError, match="a micro-step that ends halfway changes the next one: it leaves"):
+        step_of(model, partial(taken_at_the_end, box)).dry_run(ROWS)
+    step_of(model, partial(taken_at_the_beginning, box)).dry_run(ROWS)
+
+
+def test_a_micro_step_that_fails_after_one_that_has_ended_halfway_is_refused_with_its_error() -> None:
+    box = Box()
+    model = nn.Sequential(Entering(box, is_last=False), net(), Entering(box, is_last=True))
+    with pytest.raises(
+        CannotRecoverError, match=r"the next one, which fails \(RuntimeError: entered twice\): it leaves"
+    ):
+        step_of(model, total_loss).dry_run(ROWS)
+
+
+def test_gradients_that_change_from_call_to_call_are_not_taken_for_something_left_behind() -> None:
+    calls = iter(range(1000))
+    step_of(net(), lambda model, rows: total_loss(model, rows) * (1 + next(calls) / 1e5)).dry_run(ROWS)
+
+
 def test_memory_that_a_layer_has_given_up_is_no_parameter() -> None:
     """bitsandbytes casts a bias when it is first used: a tensor made later may get the memory from before."""
     model = net()
@@ -600,6 +671,15 @@ def _verdicts(rank: int) -> dict[str, str]:
             except (CannotRecoverError, RuntimeError) as error:
                 found[f"{name}, {case}"] = str(error)
             step.close()
+    for name, wrap in (("DDP", DistributedDataParallel), ("FSDP2", _sharded)):
+        box = Box()
+        loss = taken_at_the_end if rank else taken_at_the_beginning
+        step = step_of(wrap(net(Noting(box))), partial(loss, box))
+        try:
+            step.dry_run(ROWS)
+        except CannotRecoverError as error:
+            found[f"{name}, left behind"] = str(error)
+        step.close()
     model = _sharded(net())
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
@@ -618,6 +698,8 @@ def test_all_ranks_have_the_same_verdict() -> None:
     assert one == other
     assert "takes the gradient" in one.pop("hook")
     expected = {"sum": "recovers", "mixed": "mixes the samples", "random": "recovers"}
+    expected["left behind"] = "a micro-step that ends halfway changes the next one"
+    assert {"DDP, left behind", "FSDP2, left behind"} <= one.keys()
     expected["alone"] = "a micro-step fails on one sample alone (RuntimeError: too few rows)"
     for name, verdict in one.items():
         assert expected[name.rpartition(", ")[2]] in verdict, (name, verdict)

@@ -32,11 +32,12 @@ from torchtune_adaptive.engine.distributed.functional_collectives import (
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, Collective, Ledger
 from torchtune_adaptive.engine.distributed.snapshot import KeptBuffers, UnchangedParameters, keep_random_states
 from torchtune_adaptive.engine.distributed.vote import Outcome, PeerFailedError, run_or_abort_together
-from torchtune_adaptive.engine.loop import Loop
+from torchtune_adaptive.engine.loop import Loop, is_compiled
 from torchtune_adaptive.engine.memory.copies import Copies
 from torchtune_adaptive.engine.memory.devices import describe_peak
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.engine.recovery.attempts import Recovery
+from torchtune_adaptive.engine.recovery.interruption import Interruption
 from torchtune_adaptive.engine.recovery.micro_steps import collectives_of
 from torchtune_adaptive.engine.recovery.trial import Trial, Verdict, cannot_cut
 from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError, cannot_recover, reason_of
@@ -147,6 +148,8 @@ def dry_run(
                 fits = run(micro_steps, keeps_gradients=keeps_gradients, trial=again) is not None
                 of_constant = again.verdict(consensus) if fits else verdict
                 verdict = verdict if of_constant.factor is None else of_constant
+            if trial is not None and verdict.factor is not None:
+                _check_undone(loop, run, new_trial, micro_steps[0])
             if changed := consensus.first_reason("" if unchanged is None else unchanged.first_changed()):
                 raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")
             without_recovery.pop_all()
@@ -156,6 +159,53 @@ def dry_run(
         f"not even one row fits: its forward or backward pass ran out of memory ({_figures(loop)});"
         f" {NOTHING_FITS_ADVICE}."
     )
+
+
+def _check_undone(
+    loop: Loop,
+    run: Callable[..., "_Found | None"],
+    new_trial: Callable[[], Trial],
+    micro_step: Callable[[], object],
+) -> None:
+    """Check that ``micro_step`` has the same gradients again after it has ended halfway. A collective.
+
+    What it leaves in an object outside of the model is not undone. Compiled code is not checked.
+
+    Raises:
+        CannotRecoverError: it has other gradients, or fails. Raised on every rank.
+    """
+    if is_compiled(loop.model):
+        return
+
+    def differs_from(before: Trial | None) -> bool:
+        again = tried()
+        fits = before is not None and again is not None
+        return fits and not before.is_like(again, loop.consensus, exactly=True)
+
+    def tried() -> Trial | None:
+        trial = new_trial()
+        return None if run([micro_step], trial=trial, only_last=True) is None else trial
+
+    before = tried()
+    fails = ""
+    try:
+        in_backward = Interruption(loop.model)
+        run([partial(in_backward.end, micro_step)], only_last=True)
+        for calls in (in_backward.calls // 2, in_backward.calls):
+            ended = Interruption(loop.model, after=calls)
+            run([partial(ended.end, micro_step)], only_last=True, leaves_garbage=True)
+        is_changed = differs_from(before)
+    except Exception as error:
+        if loop.consensus.any_rank(isinstance(error, InputError | dist.DistBackendError)):
+            raise
+        fails = "" if isinstance(error, PeerFailedError) else f", which fails ({reason_of(error)})"
+        is_changed = True
+    fails = loop.consensus.first_reason(fails)
+    if is_changed and (fails or not differs_from(before)):  # else its gradients change in any case
+        raise cannot_recover(
+            f"a micro-step that ends halfway changes the next one{fails}: it leaves something outside of the model's"
+            " modules, such as an auxiliary loss in a list, which `micro_step` must clear before it begins"
+        )
 
 
 class _Recorded(NamedTuple):
@@ -187,19 +237,30 @@ class _Found(NamedTuple):
 
 
 def _run(
-    loop: Loop, ledger: Ledger, micro_steps: MicroSteps, *, keeps_gradients: bool, trial: Trial | None
+    loop: Loop,
+    ledger: Ledger,
+    micro_steps: MicroSteps,
+    *,
+    keeps_gradients: bool = False,
+    trial: Trial | None = None,
+    only_last: bool = False,
+    leaves_garbage: bool = False,
 ) -> _Found | None:
     """Run ``micro_steps`` once, or twice if only a last one reduces; None if some rank ran out of memory. A collective.
 
     A micro-step that reduces must issue the same collectives with and without gradients of others before it, which is
     seen only if it ``keeps_gradients``. Otherwise training sees it: see ``Recovery``.
+
+    Args:
+        only_last: whether each runs as the last one of an optimizer step alone.
+        leaves_garbage: whether what a failed run leaves is freed by the next run.
     """
     model, consensus = loop.model, loop.consensus
     recorded: list[_Recorded] = []
     parameters, used = list(model.parameters()), set[int]()
 
     def run_and_record() -> None:
-        for is_last, micro_step in itertools.product((False, True) if ledger.reduces_once else (True,), micro_steps):
+        for is_last, micro_step in itertools.product(as_last, micro_steps):
             if not keeps_gradients or (trial is not None and not trial.is_finite):
                 reset_after_failure(model)
             drop_forward_passes(states)
@@ -225,6 +286,7 @@ def _run(
                     trial.forget_earlier()
             recorded.append(_Recorded(is_last, counter.issued, issued, is_known, awaits_another, numbers))
 
+    as_last = (False, True) if ledger.reduces_once and not only_last else (True,)
     states = fsdp_states(model)
     settings, attributes, places = KeptSettings(states), KeptAttributes(model), tensor_places(model)
     with Copies(one.tensor for one in places if one.tensor is not None) as copies:
@@ -244,7 +306,8 @@ def _run(
             attributes.restore()
             buffers.restore()
             reset_after_failure(model)
-    free_memory(loop.device)
+    if not leaves_garbage:
+        free_memory(loop.device)
     if outcome is Outcome.OUT_OF_MEMORY:
         settings.restore()
         return None

@@ -183,11 +183,16 @@ class Trial:
             raise ResultsError(f"{reason}.")
         return verdict
 
-    def is_like(self, other: "Trial", consensus: Consensus) -> bool:
-        """Whether both have seen the same gradients in their first micro-step. A collective."""
+    def is_like(self, other: "Trial", consensus: Consensus, *, exactly: bool = False) -> bool:
+        """Whether both have seen the same gradients in their first micro-step. A collective.
+
+        Args:
+            exactly: but for the rounding of kernels that add in another order each time, and not of other batches.
+        """
         distance = (self._first() - other._first()).norm().item()
         largest = max(sums.norm().item() for sums in self._sums)
-        return not consensus.any_rank(distance > _tolerance(self._eps(), "gradients") * largest)
+        tolerance = self._eps() if exactly else _tolerance(self._eps(), "gradients")
+        return not consensus.any_rank(distance > tolerance * largest)
 
     def _first(self) -> torch.Tensor:
         """The sums of the gradients of the first micro-step."""
