@@ -179,8 +179,9 @@ def _check_undone(
 
     def differs_from(before: Trial | None) -> bool:
         again = tried()
-        fits = before is not None and again is not None
-        return fits and not before.is_like(again, loop.consensus, exactly=True)
+        if before is None or again is None:  # it does not fit
+            return False
+        return not before.is_like(again, loop.consensus, exactly=True)
 
     def tried() -> Trial | None:
         trial = new_trial()
