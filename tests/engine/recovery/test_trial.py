@@ -306,6 +306,20 @@ def test_parameters_that_change_unseen_are_noticed() -> None:
         step_of(net(), loss, micro_batch_size=1).dry_run(ROWS)
 
 
+def test_a_frozen_parameter_that_gets_other_values_is_noticed() -> None:
+    """As of MoCo's key encoder, an average of the query encoder."""
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        weight: Any = model[0].weight  # pyright: ignore[reportIndexIssue]
+        weight.data = weight.data * 0.9
+        return total_loss(model, rows)
+
+    model = net()
+    model[0].requires_grad_(False)
+    with pytest.raises(InputError, match=r"has changed the parameter `0\.weight`: load the model again"):
+        step_of(model, loss).dry_run(ROWS)
+
+
 # ---- what must not happen in a micro-step
 
 
