@@ -469,6 +469,23 @@ def _parameters_that_stay_whole_show_their_gradients_after_a_step(rank: int) -> 
     assert all(one.grad is not None for one in training.model.parameters())
 
 
+def _parameters_that_the_caller_has_gathered_do_no_harm(rank: int) -> None:
+    """As where `unshard` starts the gathering of a step's first parameters, also before the first forward pass."""
+    states = []
+    for is_early in (False, True):
+        training = Training(SHARDED)
+        step = training.recoverable()
+        for number in range(STEPS):
+            wrap_micro_steps(step, partial(under, {1: Fault(FAULTS[1], ranks=[1])} if number == 1 else {}))
+            if is_early:
+                training.model.unshard()
+            step(training.rows(number))
+            training.update()
+        assert step.retries == 1
+        states.append(training.state())
+    assert same_bits(*states)
+
+
 # ---- on two ranks
 
 
@@ -486,6 +503,7 @@ def _on_two(rank: int) -> dict[str, dict[str, bool]]:
     _a_forward_pass_between_the_steps_changes_nothing(rank)
     _a_step_that_the_caller_skips_leaves_no_gradients(rank)
     _parameters_that_stay_whole_show_their_gradients_after_a_step(rank)
+    _parameters_that_the_caller_has_gathered_do_no_harm(rank)
     return _compared(rank)
 
 

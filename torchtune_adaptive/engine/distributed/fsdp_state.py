@@ -100,12 +100,13 @@ def drop_forward_passes(states: list[Any]) -> None:
     """Drop what FSDP2 keeps of forward passes without a backward pass, as of a validation or a reference model.
 
     It keeps their order, parameters for the backward pass, parameters gathered ahead that no module used, and modules
-    whose group did not run as a whole. The next micro-step would gather others than usual. Gradients stay.
+    whose group did not run as a whole. The next micro-step would gather others than usual. Gradients stay. Parameters
+    that ``unshard`` has gathered are dropped too, also before the first forward pass.
     """
-    used = [state for state in states if state._is_root is not None]  # None before the first forward pass
-    for state in used:
-        _reset_forward(state)
-    for group in param_groups(used):
+    for state in states:
+        if state._is_root is not None:  # None before the first forward pass
+            _reset_forward(state)
+    for group in param_groups(states):
         if (pending := group._all_gather_result) is not None:
             if pending.all_gather_event is not None:
                 group.device_handle.current_stream().wait_event(pending.all_gather_event)
