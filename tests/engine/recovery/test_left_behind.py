@@ -77,6 +77,33 @@ class Recurrent(nn.Module):
         return rows + self.state.clone()
 
 
+class Late(nn.Module):
+    """A state from batch to batch, in an attribute that is None until the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: torch.Tensor | None = None
+
+    def forward(self, rows: Rows) -> Rows:
+        before = torch.zeros(WIDTH) if self.state is None else self.state
+        self.state = before / 2 + rows.detach().sum((0, 1))
+        return rows + before
+
+
+class Paired(nn.Module):
+    """A state in a tuple, as that of an LSTM, and another one in a list, which is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.sums = (torch.zeros(WIDTH), 0), [torch.zeros(WIDTH)]
+
+    def forward(self, rows: Rows) -> Rows:
+        before, number = self.state
+        self.state = before / 2 + rows.detach().sum((0, 1)), number + 1
+        self.sums[0].add_(before)
+        return rows + before + self.sums[0].clone() / self.state[1]
+
+
 class Observer(nn.Module):
     """The largest value so far, in a buffer that the first forward pass gives its shape."""
 
@@ -194,6 +221,8 @@ CASES: dict[str, tuple[type[nn.Module], Loss]] = {
     "features in a new attribute": (Drawn, plain),
     "features, a flag and a counter": (Filled, plain),
     "a buffer without a shape": (Observer, plain),
+    "a tensor in an attribute that was None": (Late, plain),
+    "tensors in a tuple and a list": (Paired, plain),
     "losses in a list, counts in a dict, and a history": (Balanced, with_auxiliary_losses),
     "losses in lists within a dict, counts in objects and a tuple": (Routed, with_losses_by_kind),
 }

@@ -4,6 +4,7 @@ import collections
 from collections.abc import Iterable
 from dataclasses import is_dataclass
 from functools import cache
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -26,7 +27,7 @@ _OTHER = object()  # in place of what is not kept
 class TensorPlace(NamedTuple):
     """Where a module holds a buffer, or another tensor that is no parameter: its ``_buffers`` or its attributes.
 
-    A step may put another tensor there: ``self.mean = 0.9 * self.mean + ...``.
+    A step may put another tensor there: ``self.mean = 0.9 * self.mean + ...``. There may be None before the first one.
     """
 
     holder: dict[str, Any]
@@ -49,11 +50,14 @@ class TensorPlace(NamedTuple):
 
 
 def tensor_places(model: nn.Module) -> list[TensorPlace]:
-    """The places of all buffers of ``model``, and of tensors in attributes of modules of the user's own classes."""
+    """The places of all buffers of ``model``, and of tensors in attributes of modules of the user's own classes.
+
+    Also those of attributes that are None: a step may put its first tensor there.
+    """
     places = [TensorPlace(module._buffers, name, True) for module in model.modules() for name in module._buffers]
     holders = (vars(module) for module in model.modules() if not _changes_nothing(module))
-    found = ((one, name) for one in holders for name, value in one.items() if _can_be_set(value))
-    return places + [TensorPlace(holder, name, False) for holder, name in found]
+    found = ((one, name) for one in holders for name, value in one.items() if _may_hold_tensor(value))
+    return places + [TensorPlace(holder, name, False) for holder, name in found if name not in _INTERNAL]
 
 
 def _changes_nothing(module: nn.Module) -> bool:
@@ -62,6 +66,10 @@ def _changes_nothing(module: nn.Module) -> bool:
     torchtune's set attributes in their set-up alone, and while they generate text.
     """
     return all(one.__module__.partition(".")[0] in _UNCHANGING for one in type(module).__mro__)
+
+
+def _may_hold_tensor(value: Any) -> bool:
+    return value is None or _can_be_set(value)
 
 
 def _can_be_set(value: Any) -> TypeGuard[torch.Tensor]:
@@ -78,8 +86,9 @@ class KeptAttributes:
     """What a step may leave changed in a model beside tensors, above all if it fails halfway.
 
     These are the modes of modules; in modules of the user's own classes, plain attributes such as flags and counters,
-    tuples of them, and lists, dicts, sets, deques and dataclasses, also one within another; which parameters need
-    gradients; and whether this thread computes gradients. What is within an object of another class is not restored;
+    tuples of them and of tensors, and lists, dicts, sets, deques and dataclasses, also one within another; small
+    tensors within these; which parameters need gradients; and whether this thread computes gradients. What is within an
+    object of another class is not restored;
     nor is a list with the result of an earlier step, which would then keep its memory. Attributes and buffers that a
     step adds are removed, so that the next step adds them again, unless they hold another object. Hooks of modules that
     a step adds stay, and so do their handles, and flags that have become True together with them: transformers sets one
@@ -116,6 +125,10 @@ class KeptAttributes:
             elif not _is_plain_tuple(value):
                 self._values[index] = _OTHER
         self._copies = [one.copy() for one in self._containers]
+        tuples = [one for one in chain(self._values, *map(_values_in, self._containers)) if type(one) is tuple]
+        within = filter(_can_be_set, chain.from_iterable(map(_values_in, chain(self._containers, tuples))))
+        tensors = {id(one): one for one in within}.values()
+        self._tensors = [(one, one.detach().clone()) for one in tensors if one.nbytes <= SMALL_BYTES]
 
     def restore(self) -> None:
         """Restore what was kept, any number of times."""
@@ -124,10 +137,7 @@ class KeptAttributes:
         def stays(value: Any) -> bool:
             return has_installed and _tells_of_hooks(value)
 
-        torch.set_grad_enabled(self._computes_gradients)
-        for parameter, needs_gradients in zip(self._parameters, self._need_gradients, strict=True):
-            if parameter.requires_grad is not needs_gradients:
-                parameter.requires_grad_(needs_gradients)
+        self._restore_settings()
         for holder, names in zip(self._holders, self._names, strict=True):
             for name in holder.keys() - set(names):
                 if _can_be_removed(holder[name]) and not stays(holder[name]):
@@ -139,6 +149,15 @@ class KeptAttributes:
             if not stays(container):
                 container.clear()
                 (container.extend if hasattr(container, "extend") else container.update)(kept)
+        with torch.no_grad():
+            for tensor, copied in self._tensors:
+                tensor.copy_(copied)
+
+    def _restore_settings(self) -> None:
+        torch.set_grad_enabled(self._computes_gradients)
+        for parameter, needs_gradients in zip(self._parameters, self._need_gradients, strict=True):
+            if parameter.requires_grad is not needs_gradients:
+                parameter.requires_grad_(needs_gradients)
         for module, is_training in zip(self._modules, self._modes, strict=True):
             module.training = is_training
 
@@ -195,7 +214,10 @@ def _costs_little(value: Any) -> bool:
 
 
 def _is_plain_tuple(value: Any) -> bool:
-    return type(value) is tuple and _PLAIN.issuperset(map(type, value))
+    """Whether ``value`` is a tuple of plain values, and of tensors that cost little."""
+    return type(value) is tuple and all(
+        type(one) in _PLAIN or (isinstance(one, torch.Tensor) and _costs_little(one)) for one in value
+    )
 
 
 def _can_be_removed(value: Any) -> bool:

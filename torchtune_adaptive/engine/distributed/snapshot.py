@@ -5,6 +5,7 @@ A probe does not measure the memory of the copies: see ``Copies``. Frozen parame
 not saved: ``UnchangedParameters`` notices if a step writes to them.
 """
 
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -213,7 +214,9 @@ class KeptBuffers:
 
     def __init__(self, places: Sequence[TensorPlace], copies: Copies | None = None) -> None:
         self._places = places
-        self._buffers = [(place, place.tensor) for place in places if copies is not None or place.costs_little]
+        is_kept = [one.costs_little or (copies is not None and one.tensor is not None) for one in places]
+        self._buffers = [(place, place.tensor) for place in itertools.compress(places, is_kept)]
+        self._others = [place for place, one in zip(places, is_kept, strict=True) if not one]
         filled = (one for _, one in self._buffers if one is not None and can_be_refilled(one))
         tensors = {id(one): one for one in filled}.values()
         self._tensors = KeptTensors(one for one in tensors if copies is None or one.nbytes <= SMALL_BYTES)
@@ -224,7 +227,8 @@ class KeptBuffers:
 
     def renewed(self) -> "KeptBuffers":
         """The buffers that are at the places now, with copies of their present values on the device."""
-        if any(place.tensor is not tensor for place, tensor in self._buffers):
+        is_new = any(place.tensor is not tensor for place, tensor in self._buffers)
+        if is_new or any(place.costs_little for place in self._others):
             return KeptBuffers(self._places)
         self._tensors.save()
         return self
@@ -236,7 +240,7 @@ class KeptBuffers:
         """
         changed = {id(tensor) for tensor in self._tensors.changed()}
         changed |= {id(tensor) for tensor, before, _ in self._elsewhere if _checksum(tensor) != before}
-        return [
+        may_change = [
             place
             for place, tensor in self._buffers
             if tensor is None
@@ -245,6 +249,7 @@ class KeptBuffers:
             or place.tensor is not tensor
             or id(tensor) in changed
         ]
+        return may_change + self._others
 
     def restore(self) -> None:
         """Put the buffers back, with their values."""
