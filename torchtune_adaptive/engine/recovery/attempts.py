@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from torch import nn
+
 from torchtune_adaptive.engine.distributed.attributes import KeptAttributes, TensorPlace
 from torchtune_adaptive.engine.distributed.fsdp_state import (
     KeptSettings,
@@ -66,16 +68,19 @@ class Recovery:
     Args:
         ledger: attached to the loop's model, with the expected collectives.
         buffers: those that a micro-step may change. ``start_step`` saves them.
+        beside: modules that a micro-step refers to and the model lacks.
     """
 
-    def __init__(self, loop: Loop, *, ledger: Ledger, buffers: Sequence[TensorPlace]) -> None:
+    def __init__(
+        self, loop: Loop, *, ledger: Ledger, buffers: Sequence[TensorPlace], beside: Sequence[nn.Module] = ()
+    ) -> None:
         self._loop = loop
         self._consensus = loop.consensus
         self._ledger = ledger
         self._random_states = RandomStates(loop.device)
         self._buffers = buffers
         self._kept: KeptBuffers | None = None
-        self._attributes = KeptAttributes(loop.model)
+        self._attributes = [KeptAttributes(one) for one in (loop.model, *beside)]
         self._states = fsdp_states(loop.model)
         self._settings = self._first_settings = KeptSettings(self._states)
         self._is_in_step = True
@@ -95,7 +100,8 @@ class Recovery:
         self._ledger.start_step()
         self._random_states = RandomStates(self._loop.device)
         self._kept = KeptBuffers(self._buffers) if self._kept is None else self._kept.renewed()
-        self._attributes.save()
+        for attributes in self._attributes:
+            attributes.save()
         self._settings = KeptSettings(self._states)
 
     def attempt(self, micro_steps: Sequence[Callable[[], Result]], *, numbers: Sequence[int] = ()) -> Attempt[Result]:
@@ -175,7 +181,8 @@ class Recovery:
         wait_for(self._loop.device)  # running collectives may use its memory; peers issue them too, so they end
         self._loop.clean_up(has_garbage=has_garbage)
         self._settings.restore()
-        self._attributes.restore()
+        for attributes in self._attributes:
+            attributes.restore()
         if self._kept is not None:
             self._kept.restore()
         self._random_states.restore()

@@ -30,6 +30,7 @@ from torchtune_adaptive.engine.distributed.functional_collectives import (
     groups_of,
 )
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, Collective, Ledger
+from torchtune_adaptive.engine.distributed.references import modules_beside
 from torchtune_adaptive.engine.distributed.snapshot import KeptBuffers, UnchangedParameters, keep_random_states
 from torchtune_adaptive.engine.distributed.vote import Outcome, PeerFailedError, run_or_abort_together
 from torchtune_adaptive.engine.loop import Loop, is_compiled
@@ -154,7 +155,8 @@ def dry_run(
                 raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")
             without_recovery.pop_all()
             ledger.expected, ledger.expected_numbers = found.expected, found.numbers
-            return DryRun(Recovery(loop, ledger=ledger, buffers=found.buffers), verdict, found.used)
+            recovery = Recovery(loop, ledger=ledger, buffers=found.buffers, beside=found.beside)
+            return DryRun(recovery, verdict, found.used)
     raise NothingFitsError(
         f"not even one row fits: its forward or backward pass ran out of memory ({_figures(loop)});"
         f" {NOTHING_FITS_ADVICE}."
@@ -228,13 +230,18 @@ class _Recorded(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What micro-steps have shown. ``reason``: why recovery is not possible, "" if it is. ``buffers`` may change."""
+    """What micro-steps have shown.
+
+    ``reason``: why recovery is not possible, "" if it is. ``buffers`` may change, also those of modules ``beside`` the
+    model.
+    """
 
     reason: str
     expected: tuple[list[AnyCollective], list[AnyCollective]]
     numbers: tuple[Counter[Any], Counter[Any]]
     buffers: list[TensorPlace]
     used: list[nn.Parameter]
+    beside: list[nn.Module]
 
 
 def _run(
@@ -268,7 +275,7 @@ def _run(
             ledger.counts = IssuedCounts(groups_of(one for before in recorded for one in before.collectives))
             ledger.begin(is_last=is_last)
             if trial is not None:  # micro-steps that are compared begin with equal models
-                attributes.restore()
+                restore_attributes()
                 buffers.restore_on_device()
             watched = trial.micro_step() if trial is not None else nullcontext()
             with watched, RecordFunctional(ledger.record) as counter, ledger.running():
@@ -289,7 +296,14 @@ def _run(
 
     as_last = (False, True) if ledger.reduces_once and not only_last else (True,)
     states = fsdp_states(model)
-    settings, attributes, places = KeptSettings(states), KeptAttributes(model), tensor_places(model)
+    beside = modules_beside(model, loop.micro_step)
+    settings, attributes = KeptSettings(states), [KeptAttributes(one) for one in (model, *beside)]
+    places = [place for one in (model, *beside) for place in tensor_places(one)]
+
+    def restore_attributes() -> None:
+        for one in attributes:
+            one.restore()
+
     with Copies(one.tensor for one in places if one.tensor is not None) as copies:
         buffers = KeptBuffers(places, copies)
         try:
@@ -304,7 +318,7 @@ def _run(
         finally:
             loop.release()
             may_change = buffers.that_may_change()
-            attributes.restore()
+            restore_attributes()
             buffers.restore()
             reset_after_failure(model)
     if not leaves_garbage:
@@ -318,7 +332,7 @@ def _run(
         reason = "ranks issue different collectives in a micro-step"
     is_used = consensus.begin_max(*(int(number in used) for number in range(len(parameters))))()
     numbers = recorded[0].numbers, recorded[-1].numbers
-    return _Found(reason, expected, numbers, may_change, list(itertools.compress(parameters, is_used)))
+    return _Found(reason, expected, numbers, may_change, list(itertools.compress(parameters, is_used)), beside)
 
 
 def _by_fsdp(collectives: list[AnyCollective]) -> list[AnyCollective]:

@@ -1,0 +1,71 @@
+"""The modules that a function refers to: by its variables, or by those of functions and objects that it refers to."""
+
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+_MOST_ITEMS = 64  # of a list or dict that is looked into; a larger one has data
+_MOST_OBJECTS = 10_000
+_DEPTH = 6  # of references from one object to another
+
+
+def modules_beside(model: nn.Module, function: Callable[..., Any]) -> list[nn.Module]:
+    """The modules that ``function`` refers to and ``model`` lacks: a loss with a buffer, a GAN's other network.
+
+    A ``DistributedDataParallel`` cannot be passed together with them. Modules that are found in another way, such as
+    those that a function of a library keeps, are not seen.
+
+    >>> loss = nn.MSELoss()
+    >>> modules_beside(nn.Linear(1, 1), lambda rows: loss(rows, rows))
+    [MSELoss()]
+    """
+    own, found, seen = set(model.modules()), dict[int, nn.Module](), dict[int, Any]()
+    waiting: list[tuple[int, Any]] = [(0, function)]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        depth, value = waiting.pop()
+        if id(value) in seen or _has_no_modules(value):
+            continue
+        seen[id(value)] = value  # so that no other object gets the same number
+        if isinstance(value, nn.Module):
+            if not own.issuperset(value.modules()):
+                found[id(value)] = value
+        elif depth < _DEPTH:
+            waiting += ((depth + 1, one) for one in _referred_to(value))
+    return list(found.values())
+
+
+def _has_no_modules(value: Any) -> bool:
+    kind = value if isinstance(value, type | types.FunctionType) else type(value)
+    is_of_torch = (getattr(kind, "__module__", None) or "").partition(".")[0] == "torch"
+    return isinstance(value, type | types.ModuleType) or (is_of_torch and not isinstance(value, nn.Module))
+
+
+def _referred_to(value: Any) -> Iterator[Any]:
+    """What a function, a container or an object refers to."""
+    if isinstance(value, types.MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.FunctionType):
+        yield from value.__defaults__ or ()
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # a variable that has no value yet
+                continue
+        yield from (value.__globals__[name] for name in _names_in(value.__code__) if name in value.__globals__)
+    elif isinstance(value, dict | list | tuple):
+        if len(value) <= _MOST_ITEMS:
+            yield from value.values() if isinstance(value, dict) else value
+    elif hasattr(value, "__dict__"):
+        yield from list(vars(value).values())
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _names_in(one)
