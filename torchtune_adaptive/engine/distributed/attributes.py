@@ -1,7 +1,7 @@
 """What modules hold beside parameters, and a step may change: buffers, tensors in attributes, flags, lists."""
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from functools import cache
 from itertools import chain
@@ -115,18 +115,20 @@ class KeptAttributes:
             self._names = names
             self._places = [(holder, name) for holder in self._holders for name in holder if name not in _INTERNAL]
         self._values: list[Any] = [holder[name] for holder, name in self._places]
-        self._containers, known = list[Any](), set[int]()
+        self._containers, tuples, known = list[Any](), list[Any](), set[int]()
         for index in [index for index, value in enumerate(self._values) if type(value) not in _PLAIN]:
             value = self._values[index]
             content = _content(value)
             family = None if content is None else _family(content, known)
             if family is not None:
                 self._containers += family
-            elif not _is_plain_tuple(value):
+            elif _is_plain_tuple(value):
+                tuples.append(value)
+            else:
                 self._values[index] = _OTHER
         self._copies = [one.copy() for one in self._containers]
-        tuples = [one for one in chain(self._values, *map(_values_in, self._containers)) if type(one) is tuple]
-        within = filter(_can_be_set, chain.from_iterable(map(_values_in, chain(self._containers, tuples))))
+        tuples += [one for one in _within(self._containers) if type(one) is tuple]
+        within = filter(_can_be_set, _within([*self._containers, *tuples]))
         tensors = {id(one): one for one in within}.values()
         self._tensors = [(one, one.detach().clone()) for one in tensors if one.nbytes <= SMALL_BYTES]
 
@@ -164,6 +166,10 @@ class KeptAttributes:
     def _has_new_hooks(self) -> bool:
         hooks = (hooks for one in self._modules for hooks in (one._forward_hooks, one._forward_pre_hooks))
         return any(number >= self._first_new_hook for numbers in hooks for number in numbers)
+
+
+def _within(containers: Iterable[Any]) -> Iterator[Any]:
+    return chain.from_iterable(map(_values_in, containers))
 
 
 def _values_in(container: Any) -> Iterable[Any]:

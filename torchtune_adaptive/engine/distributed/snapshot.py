@@ -228,7 +228,8 @@ class KeptBuffers:
     def renewed(self) -> "KeptBuffers":
         """The buffers that are at the places now, with copies of their present values on the device."""
         is_new = any(place.tensor is not tensor for place, tensor in self._buffers)
-        if is_new or any(place.costs_little for place in self._others):
+        is_filled = any(holder.get(name) is not None for holder, name, _ in self._others)
+        if is_new or (is_filled and any(place.costs_little for place in self._others)):
             return KeptBuffers(self._places)
         self._tensors.save()
         return self
