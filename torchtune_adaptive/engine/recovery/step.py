@@ -531,7 +531,10 @@ class RecoverableStep(Generic[Sums]):
         if self._loop.consensus.rank == 0:
             log.warning(
                 "It is not known whether samples may be cut into micro-batches, because %s: the loss must be a sum.",
-                "a micro-step draws random numbers that cannot be fixed" if is_random else "two could not be compared",
+                "a micro-step draws random numbers that cannot be fixed, or depends on what earlier ones have left"
+                " outside of the model"
+                if is_random
+                else "two could not be compared",
             )
 
     def _dry_run(self, samples: Any, pair: tuple[int, int] | None, *, group: int = 1) -> DryRun:
