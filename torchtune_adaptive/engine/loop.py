@@ -19,6 +19,7 @@ from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.out_of_memory import empty_cache, free_memory, only_new_garbage
 from torchtune_adaptive.engine.optimizers import without_step_hooks
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
+from torchtune_adaptive.engine.references import modules_within_reach
 from torchtune_adaptive.errors import InputError, quote
 
 _COMPILED_SHAPES = 256  # more would have no effect: it is torch's `accumulated_recompile_limit`
@@ -56,6 +57,10 @@ class Loop:
         """One optimizer step, without recovery. It issues the same collectives on every rank."""
         self.finish(functools.reduce(sum_of_results, map(self.micro_step, micro_batches)))
 
+    def modules(self) -> list[nn.Module]:
+        """All modules whose buffers and attributes a step may change: also those that ``model`` lacks."""
+        return modules_within_reach(self.model, self.micro_step)
+
     def meter_for_probes(self) -> MemoryMeter:
         """The meter; a new one if there is none."""
         return self.meter or meter_for(self.device, self.model, self.optimizers)
@@ -75,7 +80,7 @@ class Loop:
         with (
             _searching(),
             without_step_hooks(self.optimizers),
-            restore_on_exit(self.model, self.optimizers) as restore_optimizers,
+            restore_on_exit(self.model, self.optimizers, self.modules()) as restore_optimizers,
             only_new_garbage(),
         ):
             free_memory(self.device)  # free the allocator's cache after loading the model

@@ -227,7 +227,7 @@ def test_changed_buffers_are_found_whatever_changed_them() -> None:
 )
 def test_renewed_copies_are_of_the_buffers_after_a_change_between_steps(change: Callable[[Any], Any]) -> None:
     model = nn.BatchNorm1d(2)
-    kept = KeptBuffers(tensor_places(model))
+    kept = KeptBuffers(tensor_places(list(model.modules())))
     change(model)
     buffer, values = model.running_mean, [one.clone() for one in model.buffers()]
     kept = kept.renewed()

@@ -1,10 +1,10 @@
 """What modules hold beside parameters, and a step may change: buffers, tensors in attributes, flags, lists."""
 
 import collections
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from functools import cache
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -49,13 +49,13 @@ class TensorPlace(NamedTuple):
         self.holder[self.name] = tensor
 
 
-def tensor_places(model: nn.Module) -> list[TensorPlace]:
-    """The places of all buffers of ``model``, and of tensors in attributes of modules of the user's own classes.
+def tensor_places(modules: Sequence[nn.Module]) -> list[TensorPlace]:
+    """The places of all buffers of ``modules``, and of tensors in attributes of those of the user's own classes.
 
     Also those of attributes that are None: a step may put its first tensor there.
     """
-    places = [TensorPlace(module._buffers, name, True) for module in model.modules() for name in module._buffers]
-    holders = (vars(module) for module in model.modules() if not _changes_nothing(module))
+    places = [TensorPlace(module._buffers, name, True) for module in modules for name in module._buffers]
+    holders = (vars(module) for module in modules if not _changes_nothing(module))
     found = ((one, name) for one in holders for name, value in one.items() if _may_hold_tensor(value))
     return places + [TensorPlace(holder, name, False) for holder, name in found if name not in _INTERNAL]
 
@@ -83,7 +83,7 @@ def can_be_refilled(tensor: torch.Tensor) -> bool:
 
 
 class KeptAttributes:
-    """What a step may leave changed in a model beside tensors, above all if it fails halfway.
+    """What a step may leave changed in modules beside tensors, above all if it fails halfway.
 
     These are the modes of modules; in modules of the user's own classes, plain attributes such as flags and counters,
     tuples of them and of tensors, and lists, dicts, sets, deques and dataclasses, also one within another; small
@@ -95,9 +95,10 @@ class KeptAttributes:
     to install its hooks only once.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())
-        self._parameters = list(model.parameters())
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        named = itertools.chain.from_iterable(one._parameters.values() for one in modules)
+        self._parameters = list(dict.fromkeys(one for one in named if one is not None))
         own = [module for module in self._modules if not _changes_nothing(module)]
         self._holders = [holder for module in own for holder in (vars(module), module._buffers)]
         self._names: list[list[str]] = []
@@ -169,7 +170,7 @@ class KeptAttributes:
 
 
 def _within(containers: Iterable[Any]) -> Iterator[Any]:
-    return chain.from_iterable(map(_values_in, containers))
+    return itertools.chain.from_iterable(map(_values_in, containers))
 
 
 def _values_in(container: Any) -> Iterable[Any]:

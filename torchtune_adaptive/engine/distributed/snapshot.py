@@ -29,7 +29,9 @@ from torchtune_adaptive.engine.optimizers import SavedOptimizers
 
 
 @contextmanager
-def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Callable[[], None]]:
+def restore_on_exit(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], modules: Sequence[nn.Module] = ()
+) -> Iterator[Callable[[], None]]:
     """Context: on exit, also after an exception, restore the state bit for bit and set gradients to None.
 
     This covers parameters, buffers, attributes of modules as described in ``KeptAttributes``, FSDP2's settings, all
@@ -39,13 +41,17 @@ def restore_on_exit(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     Yields a function that restores only the optimizers, for a step that failed while the optimizers created their
     state. The next step would otherwise use the incomplete state.
 
+    Args:
+        modules: those whose buffers and attributes are restored; by default those of ``model``.
+
     Raises:
         InputError: an optimizer cannot be restored; raised before anything happens.
     """
-    buffers = [(place, place.tensor) for place in tensor_places(model)]
+    modules = modules or list(model.modules())
+    buffers = [(place, place.tensor) for place in tensor_places(modules)]
     of_places = {id(tensor): tensor for _, tensor in buffers if tensor is not None}.values()
     tensors = [*(parameter for parameter in model.parameters() if parameter.requires_grad), *of_places]
-    attributes = KeptAttributes(model)
+    attributes = KeptAttributes(modules)
     settings = KeptSettings(fsdp_states(model))
     saved_optimizers = SavedOptimizers(optimizers, model)
     with Copies([*tensors, *saved_optimizers.tensors]) as copies, keep_random_states():

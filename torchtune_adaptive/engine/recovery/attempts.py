@@ -68,11 +68,11 @@ class Recovery:
     Args:
         ledger: attached to the loop's model, with the expected collectives.
         buffers: those that a micro-step may change. ``start_step`` saves them.
-        beside: modules that a micro-step refers to and the model lacks.
+        modules: those whose attributes a micro-step may change.
     """
 
     def __init__(
-        self, loop: Loop, *, ledger: Ledger, buffers: Sequence[TensorPlace], beside: Sequence[nn.Module] = ()
+        self, loop: Loop, *, ledger: Ledger, buffers: Sequence[TensorPlace], modules: Sequence[nn.Module]
     ) -> None:
         self._loop = loop
         self._consensus = loop.consensus
@@ -80,7 +80,7 @@ class Recovery:
         self._random_states = RandomStates(loop.device)
         self._buffers = buffers
         self._kept: KeptBuffers | None = None
-        self._attributes = [KeptAttributes(one) for one in (loop.model, *beside)]
+        self._attributes = KeptAttributes(modules)
         self._states = fsdp_states(loop.model)
         self._settings = self._first_settings = KeptSettings(self._states)
         self._is_in_step = True
@@ -100,8 +100,7 @@ class Recovery:
         self._ledger.start_step()
         self._random_states = RandomStates(self._loop.device)
         self._kept = KeptBuffers(self._buffers) if self._kept is None else self._kept.renewed()
-        for attributes in self._attributes:
-            attributes.save()
+        self._attributes.save()
         self._settings = KeptSettings(self._states)
 
     def attempt(self, micro_steps: Sequence[Callable[[], Result]], *, numbers: Sequence[int] = ()) -> Attempt[Result]:
@@ -181,8 +180,7 @@ class Recovery:
         wait_for(self._loop.device)  # running collectives may use its memory; peers issue them too, so they end
         self._loop.clean_up(has_garbage=has_garbage)
         self._settings.restore()
-        for attributes in self._attributes:
-            attributes.restore()
+        self._attributes.restore()
         if self._kept is not None:
             self._kept.restore()
         self._random_states.restore()

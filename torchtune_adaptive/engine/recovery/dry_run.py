@@ -30,7 +30,6 @@ from torchtune_adaptive.engine.distributed.functional_collectives import (
     groups_of,
 )
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, Collective, Ledger
-from torchtune_adaptive.engine.distributed.references import modules_beside
 from torchtune_adaptive.engine.distributed.snapshot import KeptBuffers, UnchangedParameters, keep_random_states
 from torchtune_adaptive.engine.distributed.vote import Outcome, PeerFailedError, run_or_abort_together
 from torchtune_adaptive.engine.loop import Loop, is_compiled
@@ -111,7 +110,8 @@ def dry_run(
     """
     consensus = loop.consensus
     ledger = _attached_ledger(loop, reduces_once=reduces_once)
-    run = partial(_run, loop, ledger)
+    modules = loop.modules()
+    run = partial(_run, loop, ledger, modules)
     new_trial = partial(Trial, loop, has_earlier=ledger.reduces_once, compares_results=compares_results)
     # A micro-step may change parameters in a way that no operation of torch shows.
     unchanged = [UnchangedParameters(loop.model, are_trained=one) for one in (True, False)] if is_trial else []
@@ -155,7 +155,7 @@ def dry_run(
                 raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")
             without_recovery.pop_all()
             ledger.expected, ledger.expected_numbers = found.expected, found.numbers
-            recovery = Recovery(loop, ledger=ledger, buffers=found.buffers, beside=found.beside)
+            recovery = Recovery(loop, ledger=ledger, buffers=found.buffers, modules=modules)
             return DryRun(recovery, verdict, found.used)
     raise NothingFitsError(
         f"not even one row fits: its forward or backward pass ran out of memory ({_figures(loop)});"
@@ -230,23 +230,19 @@ class _Recorded(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What micro-steps have shown.
-
-    ``reason``: why recovery is not possible, "" if it is. ``buffers`` may change, also those of modules ``beside`` the
-    model.
-    """
+    """What micro-steps have shown. ``reason``: why recovery is not possible, "" if it is. ``buffers`` may change."""
 
     reason: str
     expected: tuple[list[AnyCollective], list[AnyCollective]]
     numbers: tuple[Counter[Any], Counter[Any]]
     buffers: list[TensorPlace]
     used: list[nn.Parameter]
-    beside: list[nn.Module]
 
 
 def _run(
     loop: Loop,
     ledger: Ledger,
+    modules: Sequence[nn.Module],
     micro_steps: MicroSteps,
     *,
     keeps_gradients: bool = False,
@@ -275,7 +271,7 @@ def _run(
             ledger.counts = IssuedCounts(groups_of(one for before in recorded for one in before.collectives))
             ledger.begin(is_last=is_last)
             if trial is not None:  # micro-steps that are compared begin with equal models
-                restore_attributes()
+                attributes.restore()
                 buffers.restore_on_device()
             watched = trial.micro_step() if trial is not None else nullcontext()
             with watched, RecordFunctional(ledger.record) as counter, ledger.running():
@@ -296,14 +292,7 @@ def _run(
 
     as_last = (False, True) if ledger.reduces_once and not only_last else (True,)
     states = fsdp_states(model)
-    beside = modules_beside(model, loop.micro_step)
-    settings, attributes = KeptSettings(states), [KeptAttributes(one) for one in (model, *beside)]
-    places = [place for one in (model, *beside) for place in tensor_places(one)]
-
-    def restore_attributes() -> None:
-        for one in attributes:
-            one.restore()
-
+    settings, attributes, places = KeptSettings(states), KeptAttributes(modules), tensor_places(modules)
     with Copies(one.tensor for one in places if one.tensor is not None) as copies:
         buffers = KeptBuffers(places, copies)
         try:
@@ -318,7 +307,7 @@ def _run(
         finally:
             loop.release()
             may_change = buffers.that_may_change()
-            restore_attributes()
+            attributes.restore()
             buffers.restore()
             reset_after_failure(model)
     if not leaves_garbage:
@@ -332,7 +321,7 @@ def _run(
         reason = "ranks issue different collectives in a micro-step"
     is_used = consensus.begin_max(*(int(number in used) for number in range(len(parameters))))()
     numbers = recorded[0].numbers, recorded[-1].numbers
-    return _Found(reason, expected, numbers, may_change, list(itertools.compress(parameters, is_used)), beside)
+    return _Found(reason, expected, numbers, may_change, list(itertools.compress(parameters, is_used)))
 
 
 def _by_fsdp(collectives: list[AnyCollective]) -> list[AnyCollective]:

@@ -12,17 +12,17 @@ _MOST_OBJECTS = 10_000
 _DEPTH = 6  # of references from one object to another
 
 
-def modules_beside(model: nn.Module, function: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that ``function`` refers to and ``model`` lacks: a loss with a buffer, a GAN's other network.
+def modules_within_reach(model: nn.Module, function: Callable[..., Any]) -> list[nn.Module]:
+    """The modules of ``model``, and others that ``function`` refers to: a loss with a buffer, a GAN's other network.
 
     A ``DistributedDataParallel`` cannot be passed together with them. Modules that are found in another way, such as
     those that a function of a library keeps, are not seen.
 
     >>> loss = nn.MSELoss()
-    >>> modules_beside(nn.Linear(1, 1), lambda rows: loss(rows, rows))
-    [MSELoss()]
+    >>> modules_within_reach(nn.Linear(1, 1), lambda rows: loss(rows, rows))
+    [Linear(in_features=1, out_features=1, bias=True), MSELoss()]
     """
-    own, found, seen = set(model.modules()), dict[int, nn.Module](), dict[int, Any]()
+    found, seen = dict.fromkeys(model.modules()), dict[int, Any]()
     waiting: list[tuple[int, Any]] = [(0, function)]
     while waiting and len(seen) < _MOST_OBJECTS:
         depth, value = waiting.pop()
@@ -30,16 +30,15 @@ def modules_beside(model: nn.Module, function: Callable[..., Any]) -> list[nn.Mo
             continue
         seen[id(value)] = value  # so that no other object gets the same number
         if isinstance(value, nn.Module):
-            if not own.issuperset(value.modules()):
-                found[id(value)] = value
+            found |= dict.fromkeys(value.modules())
         elif depth < _DEPTH:
             waiting += ((depth + 1, one) for one in _referred_to(value))
-    return list(found.values())
+    return list(found)
 
 
 def _has_no_modules(value: Any) -> bool:
     kind = value if isinstance(value, type | types.FunctionType) else type(value)
-    is_of_torch = (getattr(kind, "__module__", None) or "").partition(".")[0] == "torch"
+    is_of_torch = str(getattr(kind, "__module__", "")).partition(".")[0] == "torch"
     return isinstance(value, type | types.ModuleType) or (is_of_torch and not isinstance(value, nn.Module))
 
 
