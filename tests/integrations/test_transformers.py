@@ -234,6 +234,40 @@ def test_evaluation_and_checkpoints_between_steps(tmp_path: Path) -> None:
     assert faulty.events == [(1, BATCH, BATCH // 2)]
 
 
+class TwoModes(torch.optim.SGD):
+    """Trains other weights than it evaluates, as a schedule-free optimizer does."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.param_groups[0]["is_training"] = False
+
+    def train(self) -> None:
+        self._switch(is_training=True)
+
+    def eval(self) -> None:
+        self._switch(is_training=False)
+
+    @torch.no_grad()
+    def _switch(self, *, is_training: bool) -> None:
+        for group in self.param_groups:
+            if group.get("is_training", False) is not is_training:
+                group["is_training"] = is_training
+                for parameter in group["params"]:
+                    parameter.mul_(2.0 if is_training else 0.5)
+
+
+def test_an_optimizer_that_changes_weights_between_training_and_evaluation_can_be_tried() -> None:
+    common: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "accumulation": 2}
+    more = {"eval_dataset": trainers.rows("trainer", 8), "optimizer_cls_and_kwargs": (TwoModes, {"lr": 0.01})}
+    plain = trained(make("trainer", is_adaptive=False, options=more, **common))
+    ours = make("trainer", options={"micro_batch_size": BATCH, **more}, **common)
+    found = with_fault(ours, step=1, micro_step=1, place=60, rank=0)
+    assert found.events[0] == (2, BATCH, BATCH // 2)
+    assert found.logs[:2] == plain.logs[:2]  # training and evaluation before the event
+    told = make("trainer", options={"micro_batch_size": BATCH, **more}, **common)
+    assert difference(trainers.without_memory(found), trainers.told(told, found.cuts)) == (0.0, {})
+
+
 def test_trainings_of_one_trainer_are_independent() -> None:
     trainer = make("sft", base=integration.AdaptiveSFTTrainer)
     trainer._batches.size = 1  # as after an error near the end of a training

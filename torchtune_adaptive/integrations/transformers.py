@@ -163,6 +163,8 @@ class AdaptiveTrainerMixin(_Trainer):
 
     def _run_step(self, model: nn.Module, batches: list[TrainerBatch]) -> torch.Tensor:
         """Run the forward and backward passes of an optimizer step: the sum of their losses. A collective."""
+        if callable(train := getattr(self.optimizer, "train", None)):
+            train()  # writes to parameters if it is a schedule-free one, which a micro-step must not
         step, is_new = self._recoverable, False
         if step is None or self._is_provisional:
             step, is_new = self._make_step(model, batches), True
