@@ -351,6 +351,27 @@ def test_samples_with_the_most_and_the_fewest_labels_are_tried_first(pair: Any, 
     assert tried(small, large, pair=pair)[0] == expected
 
 
+def test_a_sample_whose_answer_is_outside_of_its_row_comes_with_the_second_one() -> None:
+    """Losses of answers are means over the samples whose answers are within their rows, of two tokens here."""
+    ids = torch.arange(8).reshape(4, 2)
+    found = []
+    for ends in ([0, 1, 0, 1], [0, 2, 0, 1]):
+        inputs = {"input_ids": ids, "start_positions": torch.zeros(4, dtype=torch.long)}
+        given = TrainerBatch({**inputs, "end_positions": torch.tensor(ends)}, None, 1)
+        cutter = TrainerBatches(4)
+        parts = cutter.trial_batches([given])[0]
+        found.append([one.inputs["end_positions"].tolist() for one in parts])
+        cutter.scale_by(1.0)
+        later = TrainerBatch({**inputs, "end_positions": torch.tensor([0, 5, 1, 1])}, None, 1)
+        assert cutter.tells_more([later]) is (max(ends) < 2)
+    (one, other, _), (twice, with_ignored, both) = found
+    assert (len(one), len(other)) == (1, 1)
+    assert len(twice) == 2
+    assert twice[0] == twice[1] < 2
+    assert with_ignored[1] == 2
+    assert both == [*twice, *with_ignored]
+
+
 def test_of_samples_with_equally_many_labels_one_loses_half_if_labels_are_ignored_anywhere() -> None:
     """Or a mean over labels would look like one over samples."""
     ignored = IGNORED

@@ -21,6 +21,8 @@ pytest.importorskip("trl", reason="`make integrations` runs this file")
 from accelerate.utils import DistributedType
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -549,6 +551,24 @@ def test_a_term_divided_by_the_number_of_batches_equals_the_plain_trainers() -> 
 
 def test_a_mean_over_tokens_needs_whole_batches(caplog: pytest.LogCaptureFixture) -> None:
     assert_needs_whole_batches(lambda **more: make("trainer", base=MeanOverTokens, **more), caplog)
+
+
+def test_answers_outside_of_their_rows_need_whole_batches(caplog: pytest.LogCaptureFixture) -> None:
+    """The loss is a mean over the samples whose answers are within their rows."""
+
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        batch = trainers.collate(samples)
+        del batch["labels"]
+        starts = torch.tensor([90, *range(len(samples) - 1)])
+        return {**batch, "start_positions": starts, "end_positions": starts + 1}
+
+    def make_one(options: dict[str, Any], **more: Any) -> Any:
+        sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+        torch.manual_seed(0)
+        model = BertForQuestionAnswering(BertConfig(**sizes, num_hidden_layers=1))
+        return make("trainer", options={"data_collator": collate, "model": model, **options}, **more)
+
+    assert_needs_whole_batches(make_one, caplog)
 
 
 def rows_of(*lengths: int) -> list[dict[str, list[int]]]:

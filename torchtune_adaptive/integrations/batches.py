@@ -25,6 +25,7 @@ _PADDING = {
     "completion_mask": 0,
     "assistant_masks": 0,
 }
+_POSITIONS = ("start_positions", "end_positions")  # of answers: those behind a row are left out like a label of -100
 _VALID = "valid labels"  # an amount: how many labels [rows, tokens] of a sample count in a loss
 _LABEL = "label "  # and the one of a sample: an amount of 1
 _FAR_APART = 1 / 3  # two amounts of which one is twice the other: a larger difference would not tell more
@@ -328,6 +329,8 @@ class TrainerBatches(Slices):
                 for part, rows in enumerate(column.split(number)):
                     for amounts, (key, amount) in zip(every, _amounts_of_rows(name, rows), strict=False):
                         amounts[f"{key} {part}" if part else key] = amount
+        for one in _without_answers(inputs):
+            every[one][f"{_LABEL}{IGNORED}"] = 1.0
         return every
 
     def _untried(self, samples: Sequence[Amounts]) -> Amounts:
@@ -458,10 +461,18 @@ def _num_labels(amounts: Amounts, names: Counter[str]) -> float:
 
 
 def _ignored_samples(inputs: Mapping[str, Any]) -> list[int]:
-    """The numbers of the samples whose only label does not count."""
+    """The numbers of the samples whose only label does not count, or one end of whose answer."""
     labels = inputs.get("labels")
     is_one = isinstance(labels, torch.Tensor) and labels.ndim == 1
-    return (labels == IGNORED).nonzero().flatten().tolist() if is_one else []
+    return (labels == IGNORED).nonzero().flatten().tolist() if is_one else _without_answers(inputs)
+
+
+def _without_answers(inputs: Mapping[str, Any]) -> list[int]:
+    """The numbers of the samples whose answers begin or end behind their rows."""
+    found = (inputs.get(name) for name in _POSITIONS)
+    positions = [one for one in found if isinstance(one, torch.Tensor) and one.ndim == 1]
+    width = _padded_length(inputs)
+    return [number for number, ends in enumerate(zip(*positions, strict=True)) if max(ends) >= width]
 
 
 def _valid_labels(inputs: Mapping[str, Any]) -> torch.Tensor | None:
