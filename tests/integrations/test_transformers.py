@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -569,6 +570,24 @@ def test_answers_outside_of_their_rows_need_whole_batches(caplog: pytest.LogCapt
         return make("trainer", options={"data_collator": collate, "model": model, **options}, **more)
 
     assert_needs_whole_batches(make_one, caplog)
+
+
+class Masked(Regression):
+    """Masks tokens with NumPy's random numbers, as speech models do in training."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = torch.from_numpy(numpy.random.rand(*inputs["input_ids"].shape) < 0.7)
+        return super().compute_loss(model, {**inputs, "input_ids": inputs["input_ids"] * kept}, *args, **kwargs)
+
+
+def test_a_mean_with_random_numbers_that_cannot_be_fixed_needs_whole_batches(caplog: pytest.LogCaptureFixture) -> None:
+    def make_one(**options: Any) -> Any:
+        trainer = regression(base=Masked, **options)
+        trainer.model_accepts_loss_kwargs = True  # so that the loss is not divided by the number of batches
+        return trainer
+
+    assert_needs_whole_batches(make_one, caplog)
+    assert "a micro-step draws random numbers that cannot be fixed. Results of micro-steps must add up" in caplog.text
 
 
 def rows_of(*lengths: int) -> list[dict[str, list[int]]]:

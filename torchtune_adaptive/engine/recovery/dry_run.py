@@ -143,7 +143,7 @@ def dry_run(
                 again = new_trial(seed=1)
                 fits = run(micro_steps[:1], keeps_gradients=False, trial=again) is not None
                 if fits and not trial.is_like(again, consensus):
-                    verdict = Verdict(is_random=True)
+                    verdict = trial.random_verdict(consensus)
             if trial is not None and verdict.may_be_random:
                 again = new_trial(keeps_gradients=keeps_gradients, has_constant_noise=True)
                 fits = run(micro_steps, keeps_gradients=keeps_gradients, trial=again) is not None

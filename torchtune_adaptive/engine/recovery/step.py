@@ -563,6 +563,8 @@ class RecoverableStep(Generic[Sums]):
         if factor is not None and not self._cutter.scale_by(factor):
             is_what = "a mean over the samples of a micro-batch" if factor == 0.5 else f"{factor:g} times a sum"
             reason = f"the loss is {is_what}, but must be a sum, and its gradients be divided once per step"
+        if found.verdict.why_no_sum and self._cutter.results == "losses":  # by which a trainer would scale them
+            reason = f"a micro-step draws random numbers that cannot be fixed. {found.verdict.why_no_sum}"
         if reason:
             found.recovery.close()
             raise cannot_cut(reason)

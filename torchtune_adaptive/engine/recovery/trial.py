@@ -46,12 +46,14 @@ class Verdict:
         reason: why samples must not be cut into micro-batches, as part of a sentence, or "".
         counts: of each of the two samples, whether it has gradients that can be compared.
         is_random: whether a micro-step draws random numbers that a trial cannot fix, so that nothing is known.
+        why_no_sum: why results are no sums even so, by far, or "".
     """
 
     factor: float | None = None
     reason: str = ""
     counts: tuple[bool, bool] = (True, True)
     is_random: bool = False
+    why_no_sum: str = ""
 
     @property
     def may_be_random(self) -> bool:
@@ -182,6 +184,11 @@ class Trial:
         if reason := consensus.first_reason(_why_no_sum(*self._results, factor=verdict.factor, tolerance=tolerance)):
             raise ResultsError(f"{reason}.")
         return verdict
+
+    def random_verdict(self, consensus: Consensus) -> Verdict:
+        """The verdict on micro-steps that draw random numbers, whose gradients cannot be compared. A collective."""
+        reason = _why_no_sum(*self._results, factor=1.0, tolerance=_LARGEST_TOLERANCE)
+        return Verdict(is_random=True, why_no_sum=consensus.first_reason(reason))
 
     def is_like(self, other: "Trial", consensus: Consensus, *, exactly: bool = False) -> bool:
         """Whether both have seen the same gradients in their first micro-step. A collective.
