@@ -45,6 +45,15 @@ def test_a_batch_with_other_rows_is_refused() -> None:
         TrainerBatches(2).cut([TrainerBatch(cast(Any, ["a", "b"]), None, 1)])
 
 
+def test_a_list_that_may_be_a_column_or_a_list_of_columns_is_refused_only_if_it_is_cut() -> None:
+    """As the objects of each image, if all have as many as there are images."""
+    given = TrainerBatch({"pixels": torch.zeros(2, 3), "objects": [torch.zeros(2, 4), torch.zeros(2, 4)]}, None, 1)
+    (part,) = TrainerBatches(2).cut([given])
+    assert part.inputs is given.inputs
+    with pytest.raises(InputError, match="`objects` may be a column or a list of columns"):
+        TrainerBatches(1).cut([given])
+
+
 @pytest.mark.parametrize(("factor", "weights"), [(1.0, [1.0, 1.0]), (0.5, [0.75, 0.25]), (2.0, [4 / 3, 4.0])])
 def test_a_part_counts_by_its_share_of_the_batch(factor: float, weights: list[float]) -> None:
     """1.0: of a sum; 0.5: of a mean over samples; 2.0: of a sum that the trainer divides as if it were a mean."""
