@@ -4,6 +4,7 @@
 
 import ast
 import copy
+import dataclasses
 import importlib.util
 import json
 import logging
@@ -822,6 +823,26 @@ def test_more_is_checkpointed_where_memory_is_short(monkeypatch: pytest.MonkeyPa
     trainer.train()
     assert trainer.micro_batch_size > usual.micro_batch_size
     assert not any(one.gradient_checkpointing for one in layers(trainer)), "as it was, after the training"
+
+
+def test_some_layers_stay_checkpointed_if_a_loss_switches_all_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DPO switches checkpointing off for the reference, and then on in all layers."""
+    alternatives, used = integration.alternatives, []
+
+    def one_in_four(model: Any) -> Any:
+        (found,) = (one for one in alternatives(model) if one.words == "one layer in 4 checkpointed")
+        return [dataclasses.replace(found, needs_less=False)]
+
+    monkeypatch.setattr(integration, "alternatives", one_in_four)
+    trainer = make("dpo", options={"memory_limit": "64MiB", "speed": "auto"}, accumulation=2)
+
+    def note(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            used.append(sum(one.gradient_checkpointing for one in layers(trainer)))
+
+    trainer.model.register_forward_pre_hook(note)
+    trainer.train()
+    assert {*used[used.index(1) :]} == {1}  # before that, the trial of batches that are joined
 
 
 def test_more_is_checkpointed_where_not_one_row_fits_as_it_is() -> None:

@@ -90,6 +90,7 @@ class AdaptiveTrainerMixin(_Trainer):
                 )
         self._speed = speed
         self._restore_checkpointing: Callable[[], object] = lambda: None
+        self._keep_checkpointing: Callable[[], object] = lambda: None
         self._micro_batch_size = micro_batch_size  # None: each training searches
         size = self.args.per_device_train_batch_size if micro_batch_size is None else micro_batch_size
         self._batches = TrainerBatches(size, rows_per_sample=2 if are_pairs else 1)
@@ -129,6 +130,7 @@ class AdaptiveTrainerMixin(_Trainer):
             return super().train(*args, **kwargs)
         finally:
             self._restore_checkpointing()
+            self._keep_checkpointing = lambda: None
             self._close_step()
 
     def _close_step(self) -> None:
@@ -271,6 +273,7 @@ class AdaptiveTrainerMixin(_Trainer):
         return self.args.gradient_accumulation_steps > 1 and not reduces_each
 
     def _micro_step(self, model: nn.Module, micro_batch: TrainerBatch) -> torch.Tensor:
+        self._keep_checkpointing()  # DPO's loss leaves all layers checkpointed if some were
         own = {"log": self._hold_log, "current_gradient_accumulation_steps": micro_batch.divisor}
         with self._gathers.collected(), with_attributes(self, **own), self._scaled_by(micro_batch.weight):
             loss = super().training_step(model, micro_batch.inputs, micro_batch.num_items)
@@ -374,7 +377,7 @@ class AdaptiveTrainerMixin(_Trainer):
         for checkpointing in ways:
             if checkpointing.needs_less and not is_short:
                 continue
-            checkpointing.switch()
+            self._switch(checkpointing)
             try:
                 found = largest()
             except NothingFitsError as error:
@@ -391,7 +394,7 @@ class AdaptiveTrainerMixin(_Trainer):
 
         def step_of(choice: tuple[Checkpointing, int], given: list[TrainerBatch]) -> torch.Tensor:
             checkpointing, self._batches.size = choice
-            checkpointing.switch()
+            self._switch(checkpointing)
             return self._whole_step(model, self._batches.cut(given))
 
         fastest = find_fastest(
@@ -404,8 +407,13 @@ class AdaptiveTrainerMixin(_Trainer):
         )
         log.info("The fastest is %s:\n%s", fastest.name, fastest)
         checkpointing, size = choices[fastest.name]
-        checkpointing.switch()
+        self._switch(checkpointing)
         return size
+
+    def _switch(self, checkpointing: Checkpointing) -> None:
+        """Switch gradient checkpointing, also at the beginning of each micro-step from now on."""
+        self._keep_checkpointing = checkpointing.switch
+        checkpointing.switch()
 
     def _whole_step(self, model: Any, micro_batches: Sequence[TrainerBatch]) -> torch.Tensor:
         """An optimizer step without recovery and without a trace in the trainer; the sum of its losses."""
