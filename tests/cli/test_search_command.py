@@ -78,6 +78,16 @@ def test_the_config_is_unchanged_except_for_the_sizes(tmp_path: Path) -> None:
     assert (end.value.status, str(end.value)) == (0, sentence)
 
 
+def test_keys_that_interpolate_a_size_keep_their_value(tmp_path: Path) -> None:
+    interpolated: Any = {"adaptive": {"global_batch_size": "${batch_size}"}, "dataset": [{"name": "of_${batch_size}"}]}
+    cfg = OmegaConf.create({"output_dir": str(tmp_path), "log_dir": "${output_dir}", "batch_size": 24} | interpolated)
+    with pytest.raises(RunEnded):
+        end_search(cfg, {"batch_size": 4}, seq_len=8, consensus=Consensus())
+    found = OmegaConf.to_container(load_config(str(tmp_path / "found.yaml")))
+    kept = {"adaptive": {"global_batch_size": 24}, "dataset": [{"name": "of_24"}], "log_dir": "${output_dir}"}
+    assert found == {"output_dir": str(tmp_path), "batch_size": 4, "use_maximum_batch_size": False} | kept
+
+
 def test_a_config_without_the_adaptive_block_gets_one(tmp_path: Path) -> None:
     cfg = OmegaConf.create({"output_dir": str(tmp_path), "adaptive": None, "batch_size": 2})
     OmegaConf.set_struct(cfg, True)

@@ -41,6 +41,8 @@ def found_path(cfg: DictConfig) -> Path:
 def end_search(cfg: DictConfig, values: Mapping[str, Any], *, seq_len: int | None, consensus: Consensus) -> NoReturn:
     """Write ``cfg`` with ``values`` to its output directory on rank 0, and end the run. A collective.
 
+    Keys that interpolate one of the ``values``, such as a `global_batch_size` of `${batch_size}`, keep theirs.
+
     Args:
         seq_len: tokens of the rows that the search used; None if an earlier part of the run has found the sizes.
 
@@ -53,10 +55,11 @@ def end_search(cfg: DictConfig, values: Mapping[str, Any], *, seq_len: int | Non
     rows = "" if seq_len is None else f"rows of {seq_len} tokens, "
     rests_on = f"{rows}{consensus.world_size} {'ranks' if consensus.world_size > 1 else 'rank'}"
 
-    changed = cfg.copy()  # interpolations stay as they are
+    changed = cfg.copy()  # interpolations of other keys stay as they are
     OmegaConf.set_struct(changed, False)
     for key, value in {"use_maximum_batch_size": False, **values}.items():
         OmegaConf.update(changed, key, value)
+    _keep_interpolated(changed, cfg)
     (changed.get("adaptive") or {}).pop("search_only", None)
 
     def write() -> None:
@@ -66,3 +69,14 @@ def end_search(cfg: DictConfig, values: Mapping[str, Any], *, seq_len: int | Non
 
     consensus.ask_rank_zero(write)
     raise RunEnded(f"the search found {found} ({rests_on}); the config with it is {path}.", 0)
+
+
+def _keep_interpolated(changed: Any, before: Any) -> None:
+    """Set interpolations in ``changed``, a config or a list in one, that differ from ``before`` to its values."""
+    keys: Any = changed if isinstance(changed, DictConfig) else range(len(changed))
+    for key in keys:
+        if OmegaConf.is_interpolation(changed, key):
+            if changed[key] != before[key]:
+                changed[key] = before[key]
+        elif OmegaConf.is_config(changed[key]):
+            _keep_interpolated(changed[key], before[key])
