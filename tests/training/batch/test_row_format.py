@@ -102,10 +102,16 @@ def test_a_stretched_row_repeats_its_row_up_to_its_length(tokens: list[int], len
     assert row["labels"] == [-100] * len(tokens)
 
 
+def test_a_stretched_row_has_a_mask_of_its_length_for_a_collator_that_reads_it() -> None:
+    row = {"tokens": [1, 2, 3], "labels": [-100, 2, 3], "mask": [True, False, False]}
+    assert ROWS.stretched(row, 5) == {"tokens": [1, 2, 3, 1, 2], "labels": [1, 2, 3, 1, 2], "mask": [False] * 5}
+    assert ROWS.stretched(row, 2)["mask"] == [False] * 2
+
+
 def test_a_silent_row_has_a_few_tokens_of_which_none_counts_and_its_source_is_unchanged() -> None:
     row = {"tokens": list(range(40)), "labels": list(range(40)), "mask": [False] * 40}
-    assert ROWS.masked(row) == {"tokens": list(range(16)), "labels": [-100] * 16, "mask": [False] * 16}
-    assert row["labels"] == list(range(40))
+    assert ROWS.masked(row) == {"tokens": list(range(16)), "labels": [-100] * 16, "mask": [True] * 16}
+    assert (row["labels"], row["mask"]) == (list(range(40)), [False] * 40)
     assert TokenRows(-7).masked({"tokens": [1, 2], "labels": [1, 2]}) == {"tokens": [1, 2], "labels": [-7, -7]}
 
 

@@ -149,6 +149,8 @@ class RowFormat(ABC):
 class TokenRows(RowFormat):
     """Rows of ``tokens`` and ``labels``, for supervised finetuning.
 
+    torchtune's data sets add a ``mask``, True for tokens without a label, which a `collate_fn` of one's own may read.
+
     Args:
         ignore_index: the label of tokens that do not count in the loss.
     """
@@ -163,14 +165,20 @@ class TokenRows(RowFormat):
 
     def stretched(self, row: Row, length: int) -> Row:
         tokens = repeated(row["tokens"], length)
-        return row | {"tokens": tokens, "labels": list(tokens)}
+        return self._with_mask(row | {"tokens": tokens, "labels": list(tokens)}, is_masked=False)
 
     def masked(self, row: Row) -> Row:
         short = self.shortened(row, _DRY_RUN_TOKENS[0])
         labels = short["labels"]
         if isinstance(labels, torch.Tensor):
             return short | {"labels": torch.full_like(labels, self._ignore_index)}
-        return short | {"labels": [self._ignore_index] * len(labels)}
+        return self._with_mask(short | {"labels": [self._ignore_index] * len(labels)}, is_masked=True)
+
+    def _with_mask(self, row: Row, *, is_masked: bool) -> Row:
+        """``row``, whose ``mask`` has one value for all tokens, if it has a list of them. A pack's mask is a tensor."""
+        if not isinstance(row.get("mask"), list):
+            return row
+        return row | {"mask": [is_masked] * len(row["labels"])}
 
 
 class PreferenceRows(RowFormat):
