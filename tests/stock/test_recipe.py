@@ -7,8 +7,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.support.recipe_runs import adaptive_recipe
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.settings import named_by_path
 from torchtune_adaptive.stock import recipe
+from torchtune_adaptive.stock.configs import load_config
 from torchtune_adaptive.stock.recipe import AdaptiveRecipe
 
 
@@ -42,6 +45,22 @@ def test_a_value_that_a_component_does_not_take_is_refused_before_the_recipe_is_
     cfg = OmegaConf.create({"optimizer": {"_component_": "torch.optim.AdamW", "lr": "fast"}})
     with pytest.raises(InputError, match=r"^`optimizer\.lr` must be a number"):
         _Recipe(cfg)
+
+
+@pytest.mark.parametrize("kind", ["full_single", "lora_kd"])
+def test_a_loss_step_of_ones_own_is_refused_because_nothing_would_call_it(kind: str) -> None:
+    recipe_class: Any = adaptive_recipe(kind)
+
+    class Mine(recipe_class):
+        def _loss_step(self, batch: Any) -> Any:
+            return super()._loss_step(batch) * 2
+
+    cfg = load_config("tiny/full")
+    sentence = (
+        r"^`_loss_step` of Mine would have no effect: the loss of a micro-batch is that of `objective\(\)`, which"
+    )
+    with pytest.raises(InputError, match=sentence), named_by_path():
+        Mine(cfg=cfg)
 
 
 class _Data:

@@ -57,7 +57,7 @@ class AdaptiveRecipe:
     """Trains with the parts that a stock recipe has set up. The stock recipe is the next of a recipe's bases.
 
     A recipe can override ``objective``, ``models``, ``row_format``, ``before_step`` and ``save_checkpoint`` for its
-    method. Attributes that some stock recipes lack have a default here.
+    method. A ``_loss_step`` of its own is refused. Attributes that some stock recipes lack have a default here.
 
     Attributes:
         trainer: the trainer, set by ``setup``.
@@ -85,6 +85,7 @@ class AdaptiveRecipe:
     def __init__(self, cfg: DictConfig) -> None:
         self._settings = check_config(cfg, ranks=dist.get_world_size() if dist.is_initialized() else 1)
         check_components(cfg)
+        _check_loss_step(type(self))
         self._stop_request = StopRequest()
         with connecting():
             self._consensus = Consensus()
@@ -313,6 +314,16 @@ class Activations:
 
     def __exit__(self, *error: Any) -> Any:
         return self._context.__exit__(*error)
+
+
+def _check_loss_step(recipe: type) -> None:
+    """Refuse a recipe with a ``_loss_step`` of its own, which only torchtune's training loop calls."""
+    owner = next((one for one in recipe.__mro__ if "_loss_step" in vars(one)), None)
+    if owner is not None and "._stock." not in owner.__module__:
+        raise InputError(
+            f"`_loss_step` of {owner.__name__} would have no effect: the loss of a micro-batch is that of"
+            " `objective()`, which a recipe can override."
+        )
 
 
 def _is_known(loss: Any) -> bool:
