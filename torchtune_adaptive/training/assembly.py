@@ -21,7 +21,7 @@ from torchtune_adaptive.engine.recovery.watch import PressureWatch
 from torchtune_adaptive.errors import CannotCutError, CannotRecoverError, InputError, cannot_recover
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.training.batch.growth import BatchGrowth
-from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader, check_fills_step
+from torchtune_adaptive.training.batch.loader import GlobalStepLoader, StepLoader, check_fills_step, check_sampler
 from torchtune_adaptive.training.batch.micro_batches import MicroBatcher
 from torchtune_adaptive.training.batch.row_format import Row, RowFormat, longest_row
 from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder
@@ -176,6 +176,7 @@ def build_trainer(parts: RecipeParts, settings: AdaptiveSettings, consensus: Con
 
 
 def _make_loader(parts: RecipeParts, samples_per_step: int | None) -> StepLoader:
+    check_sampler(parts.sampler, is_global=samples_per_step is not None)
     longest = [length for model in parts.step.models if (length := longest_row(model)) is not None]
     options: dict[str, Any] = {
         "max_steps_per_epoch": parts.max_steps_per_epoch,

@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests.support.loaders import step_loader
 from tests.support.toys import Samples
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.training.batch.loader import GlobalBatchSampler, StepLoader, check_fills_step
+from torchtune_adaptive.training.batch.loader import GlobalBatchSampler, StepLoader, check_fills_step, check_sampler
 from torchtune_adaptive.training.batch.row_format import Row
 
 
@@ -191,6 +192,28 @@ def test_both_halves_of_a_step_know_their_samples_over_all_ranks(ranks: int, mor
     for of_ranks in zip(*(step.halves() for step in steps), strict=True):
         lengths = [len(half.rows) for half in of_ranks]
         assert {(half.num_samples, half.largest_share) for half in of_ranks} == {(sum(lengths), max(lengths))}
+
+
+# ---- samplers of one's own
+
+
+class Backwards(StatefulDistributedSampler):
+    """An order of its own."""
+
+    def __iter__(self) -> Any:
+        return iter(range(len(self))[::-1])
+
+
+def test_a_sampler_whose_order_cannot_be_kept_is_refused() -> None:
+    dataset = dataset_of(4)
+    options: dict[str, Any] = {"num_replicas": 1, "rank": 0}
+    for sampler in (StatefulDistributedSampler(dataset, **options), DistributedSampler(dataset, **options)):
+        check_sampler(sampler, is_global=True)
+    check_sampler(Backwards(dataset, **options), is_global=False)
+    with pytest.raises(InputError, match="`global_batch_size` needs torchtune's sampler: it would not keep the order"):
+        check_sampler(Backwards(dataset, **options), is_global=True)
+    with pytest.raises(InputError, match="must have a `DistributedSampler`, but has a SequentialSampler instead"):
+        check_sampler(SequentialSampler(dataset), is_global=False)
 
 
 # ---- samples that are missing

@@ -302,6 +302,24 @@ class GlobalStepLoader(StepLoader):
         return StepSamples(rows, num_samples=self.batch_size, ranks=self.ranks)
 
 
+def check_sampler(sampler: Any, *, is_global: bool) -> None:
+    """Check that optimizer steps can follow the order of ``sampler``, which a recipe of one's own may have set up.
+
+    Args:
+        is_global: of a global batch, whose order over all ranks is made anew.
+
+    Raises:
+        InputError: they cannot.
+    """
+    name, kept = type(sampler).__name__, (DistributedSampler.__iter__, StatefulDistributedSampler.__iter__)
+    if not isinstance(sampler, DistributedSampler):
+        raise InputError(
+            f"The data loader of `_setup_data` must have a `DistributedSampler`, but has a {name} instead."
+        )
+    if is_global and type(sampler).__iter__ not in kept:
+        raise InputError(f"`global_batch_size` needs torchtune's sampler: it would not keep the order of {name}.")
+
+
 def check_fills_step(loader: StepLoader, batch_size: int) -> None:
     """Check that the data set is large enough for an optimizer step of ``batch_size``.
 
