@@ -255,6 +255,18 @@ def test_state_has_its_saved_type_and_only_the_count_of_steps_may_be_on_the_host
 # ---- options
 
 
+def test_an_option_that_the_config_has_changed_is_set_back_except_where_a_group_has_one_of_its_own() -> None:
+    model = nn.Linear(2, 2)
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.5, weight_decay=0.3, eps=1e-6)
+    for group in optimizer.param_groups:  # as torchtune loads them
+        group |= {"lr": 0.1, "eps": 1e-8, "weight_decay": group["weight_decay"] and 0.1}
+    before = {"lr": 0.2, "eps": 1e-8, "weight_decay": 0.1}
+    TrainedTensors(model, [optimizer], rank=0, ranks=1).reset_options(["lr", "weight_decay"], before=before)
+    found = [[group[name] for name in ("lr", "eps", "weight_decay")] for group in optimizer.param_groups]
+    assert found == [[0.5, 1e-8, 0.3], [0.5, 1e-8, 0.0]]
+
+
 def test_a_rate_in_a_tensor_stays_in_that_tensor() -> None:
     """Compiled code refers to it."""
     model = nn.Linear(2, 2)

@@ -164,7 +164,9 @@ class StepCheckpoints:
         changed = [key for key in keys if key.startswith("optimizer.") and config.get(key) != state.config.get(key)]
         chosen = [key.split(".")[1] for key in changed]
         if not checkpoint.is_of_step:
-            self._tensors.reset_options(chosen)
+            prefix = "optimizer."
+            before = {key.removeprefix(prefix): was for key, was in state.config.items() if key.startswith(prefix)}
+            self._tensors.reset_options(chosen, before=before)
             return state
         if (were := len(state.optimizer["groups"])) != (number := len(self._tensors.options()["groups"])):
             raise InputError(

@@ -133,12 +133,20 @@ class TrainedTensors:
             if not optimizer.state[parameter]:
                 del optimizer.state[parameter]  # as in an optimizer without state
 
-    def reset_options(self, chosen: Sequence[str]) -> None:
-        """Set the options that the config has ``chosen`` to its values, with which the optimizers were created."""
+    def reset_options(self, chosen: Sequence[str], *, before: Mapping[str, Any]) -> None:
+        """Set the options that the config has ``chosen`` to its values, with which the optimizers were created.
+
+        A group keeps an option of its own, such as no weight decay for norms. The rate of all groups is the config's.
+
+        Args:
+            before: options in the config of the checkpoint.
+        """
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for key in group:
-                    if (name := key.removeprefix("initial_")) in chosen and name in optimizer.defaults:
+                    name = key.removeprefix("initial_")
+                    is_own = name != "lr" and name in before and _plain(group[key]) != before[name]
+                    if name in chosen and name in optimizer.defaults and not is_own:
                         _set_option(group, key, optimizer.defaults[name])
 
     def _trained(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]]:
