@@ -565,7 +565,7 @@ def test_answers_outside_of_their_rows_need_whole_batches(caplog: pytest.LogCapt
         return {**batch, "start_positions": starts, "end_positions": starts + 1}
 
     def make_one(options: dict[str, Any], **more: Any) -> Any:
-        sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+        sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
         torch.manual_seed(0)
         model = BertForQuestionAnswering(BertConfig(**sizes, num_hidden_layers=1))
         return make("trainer", options={"data_collator": collate, "model": model, **options}, **more)

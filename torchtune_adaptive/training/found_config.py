@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import RunEnded
@@ -78,5 +78,5 @@ def _keep_interpolated(changed: Any, before: Any) -> None:
         if OmegaConf.is_interpolation(changed, key):
             if changed[key] != before[key]:
                 changed[key] = before[key]
-        elif OmegaConf.is_config(changed[key]):
+        elif OmegaConf.is_config(changed[key]) and (isinstance(changed, ListConfig) or key in before):
             _keep_interpolated(changed[key], before[key])
