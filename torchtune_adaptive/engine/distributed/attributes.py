@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -88,11 +88,10 @@ class KeptAttributes:
     These are the modes of modules; in modules of the user's own classes, plain attributes such as flags and counters,
     tuples of them and of tensors, and lists, dicts, sets, deques and dataclasses, also one within another; small
     tensors within these; which parameters need gradients; and whether this thread computes gradients. What is within an
-    object of another class is not restored;
-    nor is a list with the result of an earlier step, which would then keep its memory. Attributes and buffers that a
-    step adds are removed, so that the next step adds them again, unless they hold another object. Hooks of modules that
-    a step adds stay, and so do their handles, and flags that have become True together with them: transformers sets one
-    to install its hooks only once.
+    object of another class is not restored; nor is a list with the result of an earlier step, which would then keep its
+    memory. Attributes and buffers that a step adds are removed, so that the next step adds them again, unless they hold
+    another object. Hooks of modules that a step adds stay, and so do their handles, and flags that have become True
+    together with them: transformers sets one to install its hooks only once.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -116,22 +115,17 @@ class KeptAttributes:
             self._names = names
             self._places = [(holder, name) for holder in self._holders for name in holder if name not in _INTERNAL]
         self._values: list[Any] = [holder[name] for holder, name in self._places]
-        self._containers, tuples, known = list[Any](), list[Any](), set[int]()
+        self._containers, tensors, known = list[Any](), list[torch.Tensor](), set[int]()
         for index in [index for index, value in enumerate(self._values) if type(value) not in _PLAIN]:
             value = self._values[index]
-            content = _content(value)
-            family = None if content is None else _family(content, known)
-            if family is not None:
-                self._containers += family
-            elif _is_plain_tuple(value):
-                tuples.append(value)
-            else:
+            found = _within(value, known) if _may_be_kept(type(value)) else None
+            if found is None:
                 self._values[index] = _OTHER
+            else:
+                self._containers += found[0]
+                tensors += found[1]
         self._copies = [one.copy() for one in self._containers]
-        tuples += [one for one in _within(self._containers) if type(one) is tuple]
-        within = filter(_can_be_set, _within([*self._containers, *tuples]))
-        tensors = {id(one): one for one in within}.values()
-        self._tensors = [(one, one.detach().clone()) for one in tensors if one.nbytes <= SMALL_BYTES]
+        self._tensors = [(one, one.detach().clone()) for one in {id(one): one for one in tensors}.values()]
 
     def restore(self) -> None:
         """Restore what was kept, any number of times."""
@@ -169,10 +163,6 @@ class KeptAttributes:
         return any(number >= self._first_new_hook for numbers in hooks for number in numbers)
 
 
-def _within(containers: Iterable[Any]) -> Iterator[Any]:
-    return itertools.chain.from_iterable(map(_values_in, containers))
-
-
 def _values_in(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
 
@@ -184,35 +174,57 @@ def _content(value: Any) -> Any:
     """
     if type(value) in _CONTAINERS:
         return value
-    return vars(value) if _is_data(type(value)) and hasattr(value, "__dict__") else None
+    return vars(value) if _is_data(type(value)) else None
 
 
 @cache
 def _is_data(kind: type) -> bool:
-    return is_dataclass(kind) or issubclass(kind, SimpleNamespace)
+    """Whether ``kind`` is a dataclass or a namespace whose attributes are in a dict."""
+    return (is_dataclass(kind) or issubclass(kind, SimpleNamespace)) and kind.__dictoffset__ != 0
 
 
-def _family(container: Any, known: set[int]) -> list[Any] | None:
-    """``container`` with those within it, at any depth; None if one of them holds a tensor that costs memory.
+@cache
+def _may_be_kept(kind: type) -> bool:
+    return kind in _CONTAINERS or kind is tuple or _is_data(kind)
+
+
+def _within(value: Any, known: set[int]) -> tuple[list[Any], list[torch.Tensor]] | None:
+    """The containers that ``value`` is or has, at any depth, and the tensors in them.
+
+    None if it is another object, or has a tensor that costs memory.
 
     Args:
-        known: the identities of the containers that were met, which are left out; it grows.
+        known: the identities of what was met before, which is left out; it grows.
     """
-    if id(container) in known:
-        return []
-    family, met = [container], {id(container)}
-    for one in family:
-        if _PLAIN.issuperset(map(type, _values_in(one))):
+    if id(value) in known:
+        return [], []
+    first = _content(value)
+    if first is None and not _is_plain_tuple(value):
+        return None
+    if first is not None and _PLAIN.issuperset(map(type, _values_in(first))):  # as most are
+        known.add(id(value))
+        return [first], []
+    containers, tensors, met = list[Any](), list[torch.Tensor](), set[int]()
+    waiting = [value]
+    for one in waiting:
+        parts = one
+        if (content := _content(one)) is not None:
+            if id(one) in known or id(one) in met:
+                continue
+            met.add(id(one))
+            containers.append(content)
+            parts = _values_in(content)
+        if _PLAIN.issuperset(map(type, parts)):
             continue
-        for value in _values_in(one):
-            if not _costs_little(value):
+        for part in parts:
+            if not _costs_little(part):
                 return None
-            content = _content(value)
-            if content is not None and id(content) not in met and id(content) not in known:
-                family.append(content)
-                met.add(id(content))
+            if isinstance(part, torch.Tensor):
+                tensors.append(part)
+            elif type(part) is tuple or _content(part) is not None:
+                waiting.append(part)
     known |= met
-    return family
+    return containers, tensors
 
 
 def _costs_little(value: Any) -> bool:
