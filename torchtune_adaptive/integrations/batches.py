@@ -87,6 +87,7 @@ class TrainerBatches(Slices):
             ``can_be_joined``.
         pad_token: for ``input_ids``.
         ignores_labels: whether the loss is known to leave out labels of -100.
+        can_scale: whether the last micro-step's loss could be scaled.
         why_whole: why batches must not be cut, as part of a sentence, or "".
         has_told_more: whether the last trial has found a factor with two samples that differ more than those before.
         factor: by how much the loss of both of two samples differs from the sum of each one's, as a trial has found. It
@@ -108,6 +109,7 @@ class TrainerBatches(Slices):
         self.joins = False
         self.pad_token = 0
         self.ignores_labels = False
+        self.can_scale = True
         self.why_whole = ""
         self.forget_trials()
 
@@ -200,7 +202,9 @@ class TrainerBatches(Slices):
         return _have_one_shape(samples) or self._labels_leave_padding_out(every)
 
     def scale_by(self, factor: float) -> bool:
-        """Scale losses from now on, as the last trial has found."""
+        """Scale losses from now on, as the last trial has found. Returns whether that is possible."""
+        if factor != 1 and not self.can_scale:
+            return False
         differences, pads, wanted = self._last  # which a trial has now confirmed
         self.factor, self._pads = factor, self._pads or pads
         self.has_told_more = any(differences.get(name, 0.0) > self._tried.get(name, 0.0) for name in wanted)

@@ -284,21 +284,19 @@ class AdaptiveTrainerMixin(_Trainer):
         """Context of a micro-step whose loss is multiplied by ``weight`` before its backward pass.
 
         Raises:
-            InputError: on exit, the trainer has run another backward pass.
+            InputError: on exit, the trainer has run another backward pass, but had not in the trial.
         """
-        if weight == 1:
-            yield
-            return
         backward, is_scaled = self.accelerator.backward, False
 
         def scaled(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             nonlocal is_scaled
             is_scaled = True
-            backward(loss * weight, *args, **kwargs)
+            backward(loss if weight == 1 else loss * weight, *args, **kwargs)
 
         with with_attributes(self.accelerator, backward=scaled):
             yield
-        if not is_scaled:
+        self._batches.can_scale = is_scaled
+        if weight != 1 and not is_scaled:
             raise InputError(
                 "A loss that is not divided by `num_items_in_batch` needs a `training_step` that calls"
                 " `self.accelerator.backward`."
