@@ -154,7 +154,7 @@ def dry_run(
             if changed := consensus.first_reason(next(filter(None, (one.first_changed() for one in unchanged)), "")):
                 raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")
             without_recovery.pop_all()
-            ledger.expected, ledger.expected_numbers = found.expected, found.numbers
+            ledger.expected, ledger.expected_numbers, ledger.counts = found.expected, found.numbers, found.counts
             recovery = Recovery(loop, ledger=ledger, buffers=found.buffers, modules=modules)
             return DryRun(recovery, verdict, found.used)
     raise NothingFitsError(
@@ -235,6 +235,7 @@ class _Found(NamedTuple):
     reason: str
     expected: tuple[list[AnyCollective], list[AnyCollective]]
     numbers: tuple[Counter[Any], Counter[Any]]
+    counts: IssuedCounts
     buffers: list[TensorPlace]
     used: list[nn.Parameter]
 
@@ -321,7 +322,7 @@ def _run(
         reason = "ranks issue different collectives in a micro-step"
     is_used = consensus.begin_max(*(int(number in used) for number in range(len(parameters))))()
     numbers = recorded[0].numbers, recorded[-1].numbers
-    return _Found(reason, expected, numbers, may_change, list(itertools.compress(parameters, is_used)))
+    return _Found(reason, expected, numbers, ledger.counts, may_change, list(itertools.compress(parameters, is_used)))
 
 
 def _by_fsdp(collectives: list[AnyCollective]) -> list[AnyCollective]:
