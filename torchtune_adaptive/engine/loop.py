@@ -61,6 +61,18 @@ class Loop:
         """All modules whose buffers and attributes a step may change: also those that ``model`` lacks."""
         return modules_within_reach(self.model, self.micro_step)
 
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """All parameters that a step may reach; those that ``model`` lacks are named by the class of their module."""
+        own = list(self.model.named_parameters())
+        known = {id(parameter) for _, parameter in own}
+        beside = (
+            (f"{name} of {type(module).__name__}", parameter)
+            for module in self.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) not in known
+        )
+        return own + list(beside)
+
     def meter_for_probes(self) -> MemoryMeter:
         """The meter; a new one if there is none."""
         return self.meter or meter_for(self.device, self.model, self.optimizers)
@@ -76,7 +88,8 @@ class Loop:
             InputError: an optimizer cannot be restored; or on exit, a step has changed parameters that are not.
         """
         compile_each_size()
-        frozen = UnchangedParameters(self.model, are_trained=False)
+        restored = {id(one) for one in self.model.parameters() if one.requires_grad}
+        others = UnchangedParameters(one for one in self.named_parameters() if id(one[1]) not in restored)
         with (
             _searching(),
             without_step_hooks(self.optimizers),
@@ -85,10 +98,10 @@ class Loop:
         ):
             free_memory(self.device)  # free the allocator's cache after loading the model
             yield restore_optimizers
-        if changed := self.consensus.first_reason(frozen.first_changed()):
+        if changed := self.consensus.first_reason(others.first_changed()):
             raise InputError(
-                f"A step of the search has changed `{changed}`, which needs no gradients and so is not restored: load"
-                " the model again, and leave this update out of the step."
+                f"A step of the search has changed `{changed}`, which is not restored, as it needs no gradients or is"
+                " not in `model`: load it again, and leave this update out of the step."
             )
 
     def create_states(self, context: AbstractContextManager[Any]) -> bool:

@@ -272,7 +272,7 @@ def test_a_frozen_parameter_of_any_type_and_layout_is_seen_to_change(
     model = nn.Module()
     model.same = nn.Parameter(torch.zeros(0), requires_grad=False)
     model.changed = nn.Parameter(part(torch.ones(16).to(dtype)), requires_grad=False)
-    frozen = UnchangedParameters(model, are_trained=False)
+    frozen = UnchangedParameters(model.named_parameters())
     assert frozen.first_changed() == ""
     last = model.changed[..., -1] if model.changed.dim() > 0 else model.changed
     last.zero_()
@@ -281,7 +281,7 @@ def test_a_frozen_parameter_of_any_type_and_layout_is_seen_to_change(
 
 def test_a_frozen_bias_that_a_layer_casts_when_it_is_first_used_has_not_changed() -> None:
     model = nn.Linear(4, 4).requires_grad_(False)
-    frozen = UnchangedParameters(model, are_trained=False)
+    frozen = UnchangedParameters(model.named_parameters())
     model.bias.data = model.bias.data.half()
     assert frozen.first_changed() == ""
     model.weight.add_(1)

@@ -173,18 +173,14 @@ class KeptTensors:
 
 
 class UnchangedParameters:
-    """Parameters of ``model`` with checksums: a step may write to them, unseen by autograd.
+    """Parameters, by name, with checksums: a step may write to them, unseen by autograd.
 
     For example to a teacher whose weights are an average of the student's. A cast to another type, which a layer does
     when it is first used, is no change: training would do it, too.
-
-    Args:
-        are_trained: whether they are those that need gradients, or those that need none.
     """
 
-    def __init__(self, model: nn.Module, *, are_trained: bool) -> None:
-        chosen = [(name, one) for name, one in model.named_parameters() if one.requires_grad is are_trained]
-        self._before = [(name, one, one.dtype, _checksum(one)) for name, one in chosen]
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._before = [(name, one, one.dtype, _checksum(one)) for name, one in named]
 
     def first_changed(self) -> str:
         """The name of the first one whose values have changed, or ""."""

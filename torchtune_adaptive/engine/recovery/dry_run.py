@@ -114,7 +114,7 @@ def dry_run(
     run = partial(_run, loop, ledger, modules)
     new_trial = partial(Trial, loop, has_earlier=ledger.reduces_once, compares_results=compares_results)
     # A micro-step may change parameters in a way that no operation of torch shows.
-    unchanged = [UnchangedParameters(loop.model, are_trained=one) for one in (True, False)] if is_trial else []
+    unchanged = UnchangedParameters(loop.named_parameters()) if is_trial else None
     with ExitStack() as without_recovery:
         without_recovery.callback(ledger.detach)
         # A step of one micro-step needs less memory than two: the second one runs beside the first one's gradients.
@@ -151,7 +151,7 @@ def dry_run(
                 verdict = verdict if of_constant.factor is None else of_constant
             if trial is not None and verdict.factor is not None:
                 _check_undone(loop, run, new_trial, micro_steps[0])
-            if changed := consensus.first_reason(next(filter(None, (one.first_changed() for one in unchanged)), "")):
+            if changed := consensus.first_reason("" if unchanged is None else unchanged.first_changed()):
                 raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")
             without_recovery.pop_all()
             ledger.expected, ledger.expected_numbers, ledger.counts = found.expected, found.numbers, found.counts
