@@ -1,6 +1,7 @@
 """The modules that a function refers to: by its variables, or by those of functions and objects that it refers to."""
 
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,9 +24,9 @@ def modules_within_reach(model: nn.Module, function: Callable[..., Any]) -> list
     [Linear(in_features=1, out_features=1, bias=True), MSELoss()]
     """
     found, seen = dict.fromkeys(model.modules()), dict[int, Any]()
-    waiting: list[tuple[int, Any]] = [(0, function)]
+    waiting = deque[tuple[int, Any]]([(0, function)])
     while waiting and len(seen) < _MOST_OBJECTS:
-        depth, value = waiting.pop()
+        depth, value = waiting.popleft()  # the nearest first
         if id(value) in seen or _has_no_modules(value):
             continue
         seen[id(value)] = value  # so that no other object gets the same number
