@@ -61,13 +61,13 @@ class Loop:
         """All modules whose buffers and attributes a step may change: also those that ``model`` lacks."""
         return modules_within_reach(self.model, self.micro_step)
 
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """All parameters that a step may reach; those that ``model`` lacks are named by the class of their module."""
+    def named_parameters(self, modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of ``modules``; those that ``model`` lacks are named by the class of their module."""
         own = list(self.model.named_parameters())
         known = {id(parameter) for _, parameter in own}
         beside = (
             (f"{name} of {type(module).__name__}", parameter)
-            for module in self.modules()
+            for module in modules
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) not in known
         )
@@ -88,12 +88,13 @@ class Loop:
             InputError: an optimizer cannot be restored; or on exit, a step has changed parameters that are not.
         """
         compile_each_size()
+        modules = self.modules()
         restored = {id(one) for one in self.model.parameters() if one.requires_grad}
-        others = UnchangedParameters(one for one in self.named_parameters() if id(one[1]) not in restored)
+        others = UnchangedParameters(one for one in self.named_parameters(modules) if id(one[1]) not in restored)
         with (
             _searching(),
             without_step_hooks(self.optimizers),
-            restore_on_exit(self.model, self.optimizers, self.modules()) as restore_optimizers,
+            restore_on_exit(self.model, self.optimizers, modules) as restore_optimizers,
             only_new_garbage(),
         ):
             free_memory(self.device)  # free the allocator's cache after loading the model

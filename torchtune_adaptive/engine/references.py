@@ -38,6 +38,7 @@ def modules_within_reach(model: nn.Module, function: Callable[..., Any]) -> list
 
 
 def _has_no_modules(value: Any) -> bool:
+    """Whether ``value`` leads to no module that a step could change: a class, a file of Python, an object of torch."""
     kind = value if isinstance(value, type | types.FunctionType) else type(value)
     is_of_torch = str(getattr(kind, "__module__", "")).partition(".")[0] == "torch"
     return isinstance(value, type | types.ModuleType) or (is_of_torch and not isinstance(value, nn.Module))

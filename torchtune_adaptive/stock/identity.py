@@ -12,6 +12,7 @@ from torchtune.training.checkpointing import FormattedCheckpointFiles
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, reason_of
 from torchtune_adaptive.stock.configs import resolved
+from torchtune_adaptive.stock.load import is_of_stock
 from torchtune_adaptive.stock.resume import content_digest, stock_checkpoint
 from torchtune_adaptive.training.checkpoints.digests import digests_of
 from torchtune_adaptive.training.checkpoints.folder import Checkpoint, CheckpointFolder
@@ -33,8 +34,7 @@ def method_of_recipe(recipe: type) -> str:
     >>> method_of_recipe(FullFinetuneRecipeDistributed)
     'full_finetune'
     """
-    modules = (one.__module__ for one in recipe.__mro__ if "._stock." in one.__module__)
-    name = next(modules).rpartition(".")[2]
+    name = next(filter(is_of_stock, recipe.__mro__)).__module__.rpartition(".")[2]
     return name.removesuffix("_distributed").removesuffix("_single_device")
 
 

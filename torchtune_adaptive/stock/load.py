@@ -30,6 +30,7 @@ from torchtune_adaptive.errors import InputError, place_of, quote, reason_of
 from torchtune_adaptive.stock.installed import module_from_file, recipe_dir
 
 SUPPORTED_TORCHTUNE = "0.6.1"
+_PACKAGE = "torchtune_adaptive._stock."  # of the modules of stock recipes
 _ADDRESSES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -42,12 +43,17 @@ def load_stock_recipe(name: str) -> Any:
     installed = version("torchtune")
     if installed != SUPPORTED_TORCHTUNE:
         raise ImportError(f"torchtune must be version {SUPPORTED_TORCHTUNE}, but is {installed} instead.")
-    module = module_from_file(f"torchtune_adaptive._stock.{name}", recipe_dir() / f"{name}.py")
+    module = module_from_file(f"{_PACKAGE}{name}", recipe_dir() / f"{name}.py")
     vars(module)["training"] = _TrainingAnywhere()
     vars(module)["init_process_group"] = start_process_group
     if "swap_lora_linear_with_qat" in vars(module):
         vars(module)["swap_lora_linear_with_qat"] = _swap_lora_linear_with_qat
     return module
+
+
+def is_of_stock(one: type) -> bool:
+    """Whether a class is that of a stock recipe, and not of one that extends it."""
+    return one.__module__.startswith(_PACKAGE)
 
 
 def start_process_group(backend: str) -> None:

@@ -30,7 +30,7 @@ from torchtune_adaptive.stock.checks import (
 )
 from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.identity import identity, method_of_recipe
-from torchtune_adaptive.stock.load import connecting, setting_up, with_samples
+from torchtune_adaptive.stock.load import connecting, is_of_stock, setting_up, with_samples
 from torchtune_adaptive.stock.resume import (
     check_epochs,
     checkpoint_folder,
@@ -319,7 +319,7 @@ class Activations:
 def _check_loss_step(recipe: type) -> None:
     """Refuse a recipe with a ``_loss_step`` of its own, which only torchtune's training loop calls."""
     owner = next((one for one in recipe.__mro__ if "_loss_step" in vars(one)), None)
-    if owner is not None and "._stock." not in owner.__module__:
+    if owner is not None and not is_of_stock(owner):
         raise InputError(
             f"`_loss_step` of {owner.__name__} would have no effect: the loss of a micro-batch is that of"
             " `objective()`, which a recipe can override."

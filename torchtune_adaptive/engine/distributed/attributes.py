@@ -56,7 +56,7 @@ def tensor_places(modules: Sequence[nn.Module]) -> list[TensorPlace]:
     """
     places = [TensorPlace(module._buffers, name, True) for module in modules for name in module._buffers]
     holders = (vars(module) for module in modules if not _changes_nothing(module))
-    found = ((one, name) for one in holders for name, value in one.items() if _may_hold_tensor(value))
+    found = ((one, name) for one in holders for name, value in one.items() if value is None or _can_be_set(value))
     return places + [TensorPlace(holder, name, False) for holder, name in found if name not in _INTERNAL]
 
 
@@ -66,10 +66,6 @@ def _changes_nothing(module: nn.Module) -> bool:
     torchtune's set attributes in their set-up alone, and while they generate text.
     """
     return all(one.__module__.partition(".")[0] in _UNCHANGING for one in type(module).__mro__)
-
-
-def _may_hold_tensor(value: Any) -> bool:
-    return value is None or _can_be_set(value)
 
 
 def _can_be_set(value: Any) -> TypeGuard[torch.Tensor]:
@@ -117,8 +113,7 @@ class KeptAttributes:
         self._values: list[Any] = [holder[name] for holder, name in self._places]
         self._containers, tensors, known = list[Any](), list[torch.Tensor](), set[int]()
         for index in [index for index, value in enumerate(self._values) if type(value) not in _PLAIN]:
-            value = self._values[index]
-            found = _within(value, known) if _may_be_kept(type(value)) else None
+            found = _within(self._values[index], known)
             if found is None:
                 self._values[index] = _OTHER
             else:
@@ -181,11 +176,6 @@ def _content(value: Any) -> Any:
 def _is_data(kind: type) -> bool:
     """Whether ``kind`` is a dataclass or a namespace whose attributes are in a dict."""
     return (is_dataclass(kind) or issubclass(kind, SimpleNamespace)) and kind.__dictoffset__ != 0
-
-
-@cache
-def _may_be_kept(kind: type) -> bool:
-    return kind in _CONTAINERS or kind is tuple or _is_data(kind)
 
 
 def _within(value: Any, known: set[int]) -> tuple[list[Any], list[torch.Tensor]] | None:

@@ -230,6 +230,7 @@ class KeptBuffers:
     def renewed(self) -> "KeptBuffers":
         """The buffers that are at the places now, with copies of their present values on the device."""
         is_new = any(place.tensor is not tensor for place, tensor in self._buffers)
+        # Where there was None, or a tensor that is too large to keep in each step, may now be a small tensor.
         is_filled = any(holder.get(name) is not None for holder, name, _ in self._others)
         if is_new or (is_filled and any(place.costs_little for place in self._others)):
             return KeptBuffers(self._places)

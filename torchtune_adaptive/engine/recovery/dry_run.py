@@ -114,7 +114,7 @@ def dry_run(
     run = partial(_run, loop, ledger, modules)
     new_trial = partial(Trial, loop, has_earlier=ledger.reduces_once, compares_results=compares_results)
     # A micro-step may change parameters in a way that no operation of torch shows.
-    unchanged = UnchangedParameters(loop.named_parameters()) if is_trial else None
+    unchanged = UnchangedParameters(loop.named_parameters(modules)) if is_trial else None
     with ExitStack() as without_recovery:
         without_recovery.callback(ledger.detach)
         # A step of one micro-step needs less memory than two: the second one runs beside the first one's gradients.
