@@ -218,7 +218,7 @@ class KeptBuffers:
         self._places = places
         is_kept = [one.costs_little or (copies is not None and one.tensor is not None) for one in places]
         self._buffers = [(place, place.tensor) for place in itertools.compress(places, is_kept)]
-        self._others = [place for place, one in zip(places, is_kept, strict=True) if not one]
+        self._not_kept = [place for place, one in zip(places, is_kept, strict=True) if not one]
         filled = (one for _, one in self._buffers if one is not None and can_be_refilled(one))
         tensors = {id(one): one for one in filled}.values()
         self._tensors = KeptTensors(one for one in tensors if copies is None or one.nbytes <= SMALL_BYTES)
@@ -231,8 +231,8 @@ class KeptBuffers:
         """The buffers that are at the places now, with copies of their present values on the device."""
         is_new = any(place.tensor is not tensor for place, tensor in self._buffers)
         # Where there was None, or a tensor that is too large to keep in each step, may now be a small tensor.
-        is_filled = any(holder.get(name) is not None for holder, name, _ in self._others)
-        if is_new or (is_filled and any(place.costs_little for place in self._others)):
+        is_filled = any(holder.get(name) is not None for holder, name, _ in self._not_kept)
+        if is_new or (is_filled and any(place.costs_little for place in self._not_kept)):
             return KeptBuffers(self._places)
         self._tensors.save()
         return self
@@ -253,7 +253,7 @@ class KeptBuffers:
             or place.tensor is not tensor
             or id(tensor) in changed
         ]
-        return may_change + self._others
+        return may_change + self._not_kept
 
     def restore(self) -> None:
         """Put the buffers back, with their values."""

@@ -190,23 +190,23 @@ def _check_undone(
         return None if run([micro_step], trial=trial, only_last=True) is None else trial
 
     before = tried()
-    fails = ""
+    failure = ""
     try:
         in_backward = Interruption(loop.model)
-        run([partial(in_backward.end, micro_step)], only_last=True)
+        run([partial(in_backward.run, micro_step)], only_last=True)
         for calls in (in_backward.calls // 2, in_backward.calls):
-            ended = Interruption(loop.model, after=calls)
-            run([partial(ended.end, micro_step)], only_last=True, leaves_garbage=True)
+            in_forward = Interruption(loop.model, after=calls)
+            run([partial(in_forward.run, micro_step)], only_last=True, leaves_garbage=True)
         is_changed = differs_from(before)
     except Exception as error:
         if loop.consensus.any_rank(isinstance(error, InputError | dist.DistBackendError)):
             raise
-        fails = "" if isinstance(error, PeerFailedError) else f", which fails ({reason_of(error)})"
+        failure = "" if isinstance(error, PeerFailedError) else f", which fails ({reason_of(error)})"
         is_changed = True
-    fails = loop.consensus.first_reason(fails)
-    if is_changed and (fails or not differs_from(before)):  # else its gradients change in any case
+    failure = loop.consensus.first_reason(failure)
+    if is_changed and (failure or not differs_from(before)):  # else its gradients change in any case
         raise cannot_recover(
-            f"a micro-step that ends halfway changes the next one{fails}: it leaves something outside of the model's"
+            f"a micro-step that ends halfway changes the next one{failure}: it leaves something outside of the model's"
             " modules, such as an auxiliary loss in a list, which `micro_step` must clear before it begins"
         )
 

@@ -28,7 +28,7 @@ class Interruption:
         self._is_hooked = False
         self.calls = 0
 
-    def end(self, micro_step: Callable[[], Any]) -> None:
+    def run(self, micro_step: Callable[[], Any]) -> None:
         """Run ``micro_step`` to the place where it is to end.
 
         Raises:
