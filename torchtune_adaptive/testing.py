@@ -158,20 +158,21 @@ def wrap_micro_steps(step: Any, around: Callable[[int, Callable[[], Any]], Any] 
 
     Numbers count from 0 in each optimizer step, and continue when the step runs again.
     """
-    vars(step).pop("_micro_steps", None)
+    maker = step._micro_steps
+    vars(maker).pop("of", None)
     if around is None:
         return
-    micro_steps, counted, count = step._micro_steps, None, 0
+    of, counted, count = maker.of, None, 0
 
-    def wrapped(samples: Any) -> list[MicroStep[Any]]:
+    def wrapped(micro_batches: Any) -> list[MicroStep[Any]]:
         nonlocal counted, count
         if step._number != counted:
             counted, count = step._number, 0
-        runs = micro_steps(samples)
+        runs = of(micro_batches)
         first, count = count, count + len(runs)
         return [replace(one, run=partial(around, number, one.run)) for number, one in enumerate(runs, first)]
 
-    step._micro_steps = wrapped
+    maker.of = wrapped
 
 
 @contextmanager

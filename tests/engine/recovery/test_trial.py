@@ -131,7 +131,7 @@ def test_a_sum_over_samples_may_be_cut(loss: Loss, layers: tuple[nn.Module, ...]
     step = step_of(net(*layers), loss)
     step.dry_run(ROWS)
     assert step.recovers
-    assert not step._trials_left
+    assert not step._preparation._trials_left
 
 
 def test_modes_and_random_states_are_as_before() -> None:
@@ -681,7 +681,7 @@ def _verdicts(rank: int) -> dict[str, str]:
             rows = ROWS[rank : rank + 8 - 4 * rank]  # the second rank has fewer
             try:
                 step.dry_run(rows)
-                found[f"{name}, {case}"] = "not tried" if step._trials_left else "recovers"
+                found[f"{name}, {case}"] = "not tried" if step._preparation._trials_left else "recovers"
             except (CannotRecoverError, RuntimeError) as error:
                 found[f"{name}, {case}"] = str(error)
             step.close()

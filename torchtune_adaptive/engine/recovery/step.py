@@ -1,42 +1,34 @@
 """``RecoverableStep``: a train step for any PyTorch loop that recovers from out-of-memory errors."""
 
 import functools
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
 from torchtune_adaptive.engine.loop import Loop, check_no_search, compile_each_size, sum_of_results
 from torchtune_adaptive.engine.memory.devices import computing_device, optimizers_of
 from torchtune_adaptive.engine.optimizers import optimizers_within
-from torchtune_adaptive.engine.recovery.attempts import Attempt, Recovery
+from torchtune_adaptive.engine.recovery.attempts import Attempt
 from torchtune_adaptive.engine.recovery.backoff import Backoff
-from torchtune_adaptive.engine.recovery.columns import copied, gradients_of, tensors_in, versions, was_changed
-from torchtune_adaptive.engine.recovery.dry_run import DryRun, allocate_states, dry_run
+from torchtune_adaptive.engine.recovery.columns import gradients_of, tensors_in, versions
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
-from torchtune_adaptive.engine.recovery.micro_steps import MicroStep
-from torchtune_adaptive.engine.recovery.optimizer_state import check_optimizers, drop_unused_states
+from torchtune_adaptive.engine.recovery.micro_step_maker import MicroStepMaker, PaddedRows
 from torchtune_adaptive.engine.recovery.pace import STEPS_TO_TIME
-from torchtune_adaptive.engine.recovery.trial import ResultsError, cannot_cut
+from torchtune_adaptive.engine.recovery.preparation import Preparation
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, MemoryPressure, PressureWatch
 from torchtune_adaptive.errors import (
     NOTHING_FITS_ADVICE,
     CannotCutError,
     InputError,
     NothingFitsError,
-    cannot_recover,
-    reason_of,
     require_callable,
     require_one_of,
 )
@@ -46,8 +38,6 @@ log = logging.getLogger(__name__)
 
 Sums = TypeVar("Sums")
 _NO_SAMPLES = "This optimizer step has no samples."
-_MOST_TRIALS = 8  # until it is known whether samples may be cut
-_MOST_SAMPLES = 8  # that a trial takes, until two of them have gradients
 
 
 class RecoverableStep(Generic[Sums]):
@@ -115,7 +105,7 @@ class RecoverableStep(Generic[Sums]):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         reduce: Literal["each", "last"] = "each",
         release: Callable[[], object] = lambda: None,
-        padded_rows: Callable[[Any], tuple[int, Callable[[int], Any]]] | None = None,
+        padded_rows: PaddedRows | None = None,
         on_event: Callable[[MemoryEvent], object] | None = None,
         process_group: dist.ProcessGroup | None = None,
         memory_limit: int | str | None = None,
@@ -129,7 +119,6 @@ class RecoverableStep(Generic[Sums]):
         optimizers, device = optimizers_of(optimizer), computing_device(model)
         require_one_of("reduce", reduce, ("each", "last"))
         self._reduces_once = reduce == "last"
-        self._padded_rows = padded_rows
         self._owns_watch = watch is None
         limit_bytes = None if memory_limit is None else parse_memory(memory_limit)
         self._watch = watch or PressureWatch.of(
@@ -148,17 +137,16 @@ class RecoverableStep(Generic[Sums]):
             self._cutter.consensus = self._watch.consensus
         self.on_event = on_event or self._watch.log
         self._limited = self._watch.meter if limit_bytes is not None else None
-        self._recovery: Recovery | None = None
+        self._micro_steps = MicroStepMaker(
+            self._loop,
+            self._watch,
+            limited=self._limited,
+            keeps_batches=not self._cutter.adds_up,
+            padded_rows=padded_rows,
+        )
+        self._preparation = Preparation(self._loop, self._cutter, self._micro_steps, reduces_once=self._reduces_once)
         self._is_enabled = True
         self._is_closed = False
-        self._is_trained: dict[nn.Parameter, bool] = {}  # as in the dry run
-        self._modules: list[nn.Module] = []  # those with tensors
-        self._children: list[dict[str, nn.Module | None]] = []  # of each module
-        self._all_children: list[nn.Module | None] = []
-        self._batch_norms: list[tuple[nn.Module, bool]] = []  # and whether each was in training mode
-        self._trials_left = 0 if self._cutter.adds_up else _MOST_TRIALS
-        self._has_warned = False  # that it is not known whether samples may be cut
-        self._gives_copies = False  # whether micro-steps change their batches in place
         self._must_stay_whole = ""  # why samples must not be cut
         self._events: list[MemoryEvent] = []
         self._number = steps_done
@@ -182,7 +170,7 @@ class RecoverableStep(Generic[Sums]):
     @property
     def recovers(self) -> bool:
         """Whether the step recovers from out-of-memory errors. False before ``dry_run`` and after ``disable``."""
-        return self._recovery is not None
+        return self._preparation.recovery is not None
 
     def any_rank(self, fact: bool) -> bool:
         """Whether ``fact`` is true on any rank. Every rank must call it; the exchange does not wait for the device."""
@@ -198,19 +186,14 @@ class RecoverableStep(Generic[Sums]):
     def disable(self) -> None:
         """Turn recovery off: there is no dry run, and an out-of-memory error is raised as it is."""
         self._is_enabled = False
-        self._end_recovery()
+        self._preparation.end()
 
     def close(self) -> None:
         """Restore the model's own communication functions. Every rank must call it."""
         self._is_closed = True
-        self._end_recovery()
+        self._preparation.end()
         if self._owns_watch:
             self._watch.close()
-
-    def _end_recovery(self) -> None:
-        if self._recovery is not None:
-            self._recovery.close()
-            self._recovery = None
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -235,7 +218,7 @@ class RecoverableStep(Generic[Sums]):
         """
         self._check_open()
         check_no_search()
-        if needs_dry_run := self._is_enabled and self._recovery is None:
+        if needs_dry_run := self._is_enabled and not self.recovers:
             self.prepare(samples)
         self._number += 1
         return self._run_step(samples, self._cutter.size, is_fresh=needs_dry_run)
@@ -244,12 +227,12 @@ class RecoverableStep(Generic[Sums]):
         """Run the step; unless the dry run ``is_fresh``, after another one if a rank needs it."""
         if self._limited is not None:
             self._limited.count([one.state for one in optimizers_within(self._loop.optimizers)])
-        if self._recovery is None:
+        if (recovery := self._preparation.recovery) is None:
             return self._run_without_recovery(samples)
-        self._check_no_gradients()
-        self._recovery.start_step()
-        changed = "" if is_fresh else self._what_has_changed()
-        is_outdated = bool(changed) or (not is_fresh and self._may_compare(samples))
+        self._preparation.check_no_gradients()
+        recovery.start_step()
+        changed = "" if is_fresh else self._preparation.what_has_changed()
+        is_outdated = bool(changed) or (not is_fresh and self._preparation.may_compare(samples))
         self._grow_if_due()
         self._watch.start_step(self._cutter.size)
         tensors = [] if self._cutter.adds_up else tensors_in(samples)
@@ -260,9 +243,9 @@ class RecoverableStep(Generic[Sums]):
                 self._tell_of(changed)
                 self.prepare(samples)
                 return self._run_step(samples, size_before, is_fresh=True)
-            attempt = self._recovery.attempt(self._micro_steps(micro_batches), numbers=self._watch.last_step)
-            is_changed = not self._gives_copies and versions(tensors) != unchanged
-            self._gives_copies |= is_changed
+            attempt = recovery.attempt(self._micro_steps.of(micro_batches), numbers=self._watch.last_step)
+            is_changed = not self._micro_steps.gives_copies and versions(tensors) != unchanged
+            self._micro_steps.gives_copies |= is_changed
             if not attempt.ran_out:
                 break
             self._check_unchanged(is_changed)
@@ -306,7 +289,7 @@ class RecoverableStep(Generic[Sums]):
         if not (micro_batches := self._cutter.cut(samples)):
             raise InputError(_NO_SAMPLES)
         self._check_whole(samples)
-        *first, last = self._micro_steps(micro_batches)
+        *first, last = self._micro_steps.of(micro_batches)
         result = None
         if first:
             with self._keeping_gradients():
@@ -330,31 +313,6 @@ class RecoverableStep(Generic[Sums]):
         if self.backoff.next_trial is None or self._number < self.backoff.next_trial:
             return
         self.backoff.grew(self._number, is_whole=self._cutter.grow())
-
-    def _micro_steps(self, micro_batches: Iterable[Any]) -> list[MicroStep[Sums]]:
-        context = self._limited or nullcontext()
-        return [self._as_micro_step(context, one) for one in micro_batches]
-
-    def _as_micro_step(
-        self, context: AbstractContextManager[Any], micro_batch: Any, *, is_trial: bool = False
-    ) -> MicroStep[Sums]:
-        run = partial(self._run, context, micro_batch, sees_changes=is_trial and not self._cutter.adds_up)
-        if self._padded_rows is None:
-            return MicroStep(run)
-        num_rows, with_rows = self._padded_rows(micro_batch)
-        return MicroStep(run, num_rows, lambda number: self._run(context, with_rows(number)))
-
-    def _run(self, context: AbstractContextManager[Any], micro_batch: Any, *, sees_changes: bool = False) -> Sums:
-        """Run a micro-step; if it ``sees_changes``, on a copy, to see whether the copy is changed in place."""
-        with context, self._watch.noting_failures():
-            self._watch.phases.enter("batch")
-            given = micro_batch
-            if not self._cutter.adds_up:  # changes of arrays, lists and mappings would not be seen in later steps
-                given = copied(micro_batch, with_tensors=sees_changes or self._gives_copies)
-            result = self._loop.micro_step(given)
-        if sees_changes:
-            self._gives_copies |= was_changed(given, micro_batch)
-        return result
 
     def _reduce(self, attempt: Attempt[Sums], samples: Any) -> None:
         """Halve the micro-batch: at once after an error, from the next step on if it is thrashing. A collective.
@@ -395,13 +353,6 @@ class RecoverableStep(Generic[Sums]):
         self._events.append(replace(event, times=1 + sum(one.kind == event.kind for one in self._events)))
         self.on_event(self._events[-1])
 
-    def _check_no_gradients(self) -> None:
-        if any(is_trained and parameter.grad is not None for parameter, is_trained in self._is_trained.items()):
-            raise InputError(
-                "Gradients must be None before a step, which may run again: call `optimizer.zero_grad()` after each"
-                " step, also a skipped one, without `set_to_none=False`, and pass all samples of a step in one call."
-            )
-
     def _check_whole(self, samples: Any) -> None:
         """Check that samples that must not be cut are not cut on any rank. A collective."""
         if self._must_stay_whole and self._loop.consensus.any_rank(not self._cutter.is_whole(samples)):
@@ -435,22 +386,7 @@ class RecoverableStep(Generic[Sums]):
                 has a parameter that the model lacks.
         """
         self._check_open()
-        self._end_recovery()
-        drop_forward_passes(fsdp_states(self._loop.model))  # after one, some parameters are whole instead of sharded
-        self._is_trained = {parameter: parameter.requires_grad for parameter in self._loop.model.parameters()}
-        self._batch_norms = [(one, one.training) for one in self._loop.model.modules() if isinstance(one, _BatchNorm)]
-        check_optimizers(self._loop.optimizers, self._loop.model)
-        self._check_no_gradients()
-        allocate_states(self._loop)
-        used: list[nn.Parameter] = []
-        try:
-            found = self._dry_run_with_samples_that_count(samples)
-            self._recovery, used = found.recovery, found.used
-            self._modules = _with_tensors(self._loop.model)
-            self._children = [one._modules for one in self._loop.model.modules()]
-            self._all_children = _values(self._children)
-        finally:
-            drop_unused_states(self._loop.optimizers, used)
+        self._preparation.dry_run(samples)
 
     def prepare(self, samples: Any) -> None:
         """Call ``dry_run``; but if samples must not be cut and need not be, train without recovery. A collective.
@@ -467,129 +403,7 @@ class RecoverableStep(Generic[Sums]):
             log.warning("An out-of-memory error will end the run. %s", self._must_stay_whole)
         self.disable()
 
-    def _what_has_changed(self) -> str:
-        """Why what the dry run has found may no longer hold on this rank, or ""."""
-        if _values(self._children) != self._all_children and _with_tensors(self._loop.model) != self._modules:
-            return "modules were added or removed"  # the dry run has not seen their buffers
-        if any(parameter.requires_grad is not was for parameter, was in self._is_trained.items()):
-            return "parameters were frozen or unfrozen"  # other collectives reduce gradients
-        if self._recovery is not None and self._recovery.has_other_settings:
-            return "settings of FSDP2 have changed"  # other collectives gather parameters
-        if any(module.training is not was for module, was in self._batch_norms):
-            return "a batch norm has changed its mode"  # samples may be mixed
-        return ""
-
-    def _may_compare(self, samples: Any) -> bool:
-        """Whether only now two samples can be compared."""
-        return self._trials_left > 0 and self._cutter.num_to_try(samples) > 1
-
     def _tell_of(self, changed: str) -> None:
         """Say on the first rank what has changed on any, because another dry run takes time. A collective."""
         if (reason := self._loop.consensus.first_reason(changed)) and self._loop.consensus.rank == 0:
             log.warning("Step %d makes another dry run: since the last one, %s.", self._number, reason)
-
-    def _dry_run_with_samples_that_count(self, samples: Any) -> DryRun:
-        """A dry run with two samples that have gradients, if a few tries find them. A collective.
-
-        Raises:
-            CannotRecoverError: no micro-step leaves a gradient.
-        """
-        if self._cutter.adds_up:
-            return self._dry_run(samples, None)
-        self._trials_left -= 1
-        candidates = min(self._loop.consensus.max_over_ranks(self._cutter.num_to_try(samples)), _MOST_SAMPLES)
-        pair, following = [0, 1], 2
-        while True:
-            found = self._dry_run(samples, (pair[0], pair[1]) if candidates > 1 else None)
-            counts = found.verdict.counts
-            if all(counts) or following + counts.count(False) > candidates:
-                break
-            found.recovery.close()
-            for place in (place for place in (0, 1) if not counts[place]):
-                pair[place], following = following, following + 1
-        if candidates > 3 and not any(found.verdict.counts):  # a loss may need several samples, as one over pairs does
-            found.recovery.close()
-            found = self._dry_run(samples, (0, 1), group=candidates // 2)
-        if found.verdict.factor is not None or found.verdict.is_random or not candidates:
-            self._trials_left = 0
-        if candidates and found.verdict.factor is None:
-            self._warn_of_unknown(samples, is_random=found.verdict.is_random)
-        if candidates and not found.used:
-            found.recovery.close()
-            raise cannot_recover("a micro-step leaves no gradient in `.grad` of any parameter")
-        return found
-
-    def _warn_of_unknown(self, samples: Any, *, is_random: bool) -> None:
-        """Warn once that no trial has shown whether samples may be cut: if they are cut now, or no trial follows.
-
-        A collective.
-        """
-        has_effect = self._loop.consensus.any_rank(not self._cutter.is_whole(samples)) or not self._trials_left
-        if not has_effect or self._has_warned:
-            return
-        self._has_warned = True
-        if self._loop.consensus.rank == 0:
-            log.warning(
-                "It is not known whether samples may be cut into micro-batches, because %s: the loss must be a sum.",
-                "a micro-step draws random numbers that cannot be fixed, or depends on what earlier ones have left"
-                " outside of the model"
-                if is_random
-                else "two could not be compared",
-            )
-
-    def _dry_run(self, samples: Any, pair: tuple[int, int] | None, *, group: int = 1) -> DryRun:
-        """A dry run with these two samples, if there are two, or groups of samples. A collective.
-
-        Raises:
-            CannotCutError: samples must not be cut into micro-batches.
-            ResultsError: results do not add up.
-        """
-        trial_batches = list(self._cutter.trial_batches(samples, pair, group=group))
-        self._check_ranks(has_samples=bool(trial_batches))
-        context = self._loop.meter or nullcontext()
-        try:
-            found = dry_run(
-                self._loop,
-                [[self._as_micro_step(context, one, is_trial=True) for one in parts] for parts in trial_batches],
-                reduces_once=self._reduces_once,
-                is_trial=not self._cutter.adds_up,
-                compares_results=self._cutter.results != "sums",
-            )
-        except ResultsError as error:
-            if self._cutter.results == "losses":
-                raise cannot_cut(reason_of(error)) from None
-            raise
-        reason, factor = found.verdict.reason, found.verdict.factor
-        if factor is not None and not self._cutter.scale_by(factor):
-            is_what = "a mean over the samples of a micro-batch" if factor == 0.5 else f"{factor:g} times a sum"
-            reason = f"the loss is {is_what}, but must be a sum, and its gradients be divided once per step"
-        if found.verdict.why_no_sum and self._cutter.results == "losses":  # by which a trainer would scale them
-            reason = f"a micro-step draws random numbers that cannot be fixed. {found.verdict.why_no_sum}"
-        if reason:
-            found.recovery.close()
-            raise cannot_cut(reason)
-        return found
-
-    def _check_ranks(self, *, has_samples: bool) -> None:
-        """Check the micro-batch size and the samples of all ranks. A collective."""
-        smallest, largest = self._loop.consensus.min_and_max(self._cutter.size)
-        if smallest != largest:
-            raise InputError(
-                f"`micro_batch_size` must be the same on every rank, but is {smallest} on one and {largest} on another."
-            )
-        if self._loop.consensus.any_rank(not has_samples):
-            raise InputError("A rank has no samples for this optimizer step.")
-        are_trained = tuple(parameter.requires_grad for parameter in self._loop.model.parameters())
-        smallest, largest = self._loop.consensus.min_and_max(hash(are_trained))
-        if smallest != largest:
-            raise InputError("Ranks must train the same parameters, but their `requires_grad` differs between ranks.")
-
-
-def _values(children: Iterable[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
-    return list(itertools.chain.from_iterable(map(dict.values, children)))
-
-
-def _with_tensors(model: nn.Module) -> list[nn.Module]:
-    """The modules of ``model`` that have parameters or buffers of their own."""
-    own = ((one, (*one._parameters.values(), *one._buffers.values())) for one in model.modules())
-    return [one for one, tensors in own if any(tensor is not None for tensor in tensors)]
