@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from numbers import Number
 from typing import Any
 
@@ -121,20 +121,25 @@ def was_changed(given: Any, original: Any, *, has_own_names: bool = True) -> boo
     return _is_array(original) and given.tobytes() != original.tobytes()
 
 
-def tensors_in(batch: Any) -> list[torch.Tensor]:
-    """All tensors of a batch."""
-    return [one for one in leaves(batch) if isinstance(one, torch.Tensor)]
+class TensorsBefore:
+    """The tensors of samples as they were before a step, which may have to run again.
 
+    Some may get gradients, as samples do in split learning.
+    """
 
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How often each tensor has been changed in place."""
-    return [one._version for one in tensors if not one.is_inference()]
+    def __init__(self, samples: Any) -> None:
+        tensors = [one for one in leaves(samples) if isinstance(one, torch.Tensor)]
+        self._versions = [(one, one._version) for one in tensors if not one.is_inference()]
+        trained = (one for one in tensors if one.requires_grad and one.is_leaf)
+        self._gradients = [(one, None if one.grad is None else one.grad.clone()) for one in trained]
 
+    def were_changed(self) -> bool:
+        """Whether one of them has been changed in place since then."""
+        return any(tensor._version != version for tensor, version in self._versions)
 
-def gradients_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Each tensor that gets gradients, as samples do in split learning, with a copy of those that it has."""
-    trained = (one for one in tensors if one.requires_grad and one.is_leaf)
-    return [(one, None if one.grad is None else one.grad.clone()) for one in trained]
+    def restore_gradients(self) -> None:
+        for tensor, gradient in self._gradients:
+            tensor.grad = None if gradient is None else gradient.clone()
 
 
 def is_column(value: Any) -> bool:

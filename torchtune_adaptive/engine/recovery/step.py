@@ -18,7 +18,7 @@ from torchtune_adaptive.engine.memory.devices import computing_device, optimizer
 from torchtune_adaptive.engine.optimizers import optimizers_within
 from torchtune_adaptive.engine.recovery.attempts import Attempt
 from torchtune_adaptive.engine.recovery.backoff import Backoff
-from torchtune_adaptive.engine.recovery.columns import gradients_of, tensors_in, versions
+from torchtune_adaptive.engine.recovery.columns import TensorsBefore
 from torchtune_adaptive.engine.recovery.micro_batches import Cutter, Slices
 from torchtune_adaptive.engine.recovery.micro_step_maker import MicroStepMaker, PaddedRows
 from torchtune_adaptive.engine.recovery.pace import STEPS_TO_TIME
@@ -235,8 +235,7 @@ class RecoverableStep(Generic[Sums]):
         is_outdated = bool(changed) or (not is_fresh and self._preparation.may_compare(samples))
         self._grow_if_due()
         self._watch.start_step(self._cutter.size)
-        tensors = [] if self._cutter.adds_up else tensors_in(samples)
-        unchanged, gradients = versions(tensors), gradients_of(tensors)
+        before = TensorsBefore(() if self._cutter.adds_up else samples)
         while True:
             micro_batches = self._cutter.cut(samples)
             if self._any_outdated(is_outdated, len(micro_batches)):
@@ -244,13 +243,12 @@ class RecoverableStep(Generic[Sums]):
                 self.prepare(samples)
                 return self._run_step(samples, size_before, is_fresh=True)
             attempt = recovery.attempt(self._micro_steps.of(micro_batches), numbers=self._watch.last_step)
-            is_changed = not self._micro_steps.gives_copies and versions(tensors) != unchanged
+            is_changed = not self._micro_steps.gives_copies and before.were_changed()
             self._micro_steps.gives_copies |= is_changed
             if not attempt.ran_out:
                 break
             self._check_unchanged(is_changed)
-            for tensor, gradient in gradients:
-                tensor.grad = None if gradient is None else gradient.clone()
+            before.restore_gradients()
             self._watch.reset()
             self._reduce(attempt, samples)
         self._watch.end_step(micro_batches, attempt.largest)
