@@ -7,7 +7,8 @@ import torch
 
 from torchtune_adaptive import InputError
 from torchtune_adaptive.errors import CannotCutError
-from torchtune_adaptive.integrations.batches import IGNORED, TrainerBatch, TrainerBatches
+from torchtune_adaptive.integrations.batches import TrainerBatches
+from torchtune_adaptive.integrations.trainer_batch import IGNORED, TrainerBatch
 
 
 def batch(labels: list[list[int]], divisor: float = 1) -> TrainerBatch:
@@ -320,9 +321,9 @@ def test_a_trial_has_told_more_if_its_samples_differ_more() -> None:
     found = []
     for _ in range(2):
         cutter.trial_batches(samples)
-        assert not cutter.has_told_more
+        assert not cutter.trial_samples.has_told_more
         cutter.scale_by(1.0)
-        found.append(cutter.has_told_more)
+        found.append(cutter.trial_samples.has_told_more)
     assert found == [True, False]
     assert cutter.tells_more(samples)
 

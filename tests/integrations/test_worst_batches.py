@@ -20,7 +20,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from torchtune_adaptive.integrations import worst_batches as module
-from torchtune_adaptive.integrations.batches import TrainerBatch, TrainerBatches
+from torchtune_adaptive.integrations.batches import TrainerBatches
+from torchtune_adaptive.integrations.trainer_batch import TrainerBatch
 from torchtune_adaptive.integrations.worst_batches import worst_batches
 
 Row = dict[str, list[int]]

@@ -29,7 +29,7 @@ from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
 from torchtune_adaptive.engine.search.fastest_step import find_fastest
 from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.errors import CannotCutError, InputError, NothingFitsError, require_one_of
-from torchtune_adaptive.integrations.batches import TrainerBatch, TrainerBatches, rounded_down
+from torchtune_adaptive.integrations.batches import TrainerBatches, rounded_down
 from torchtune_adaptive.integrations.checkpointing import Checkpointing, alternatives
 from torchtune_adaptive.integrations.known_trainers import (
     check_parameters,
@@ -39,6 +39,7 @@ from torchtune_adaptive.integrations.known_trainers import (
     why_whole,
 )
 from torchtune_adaptive.integrations.late_gathers import LateGathers, LateValue, kept_too_long, with_attributes
+from torchtune_adaptive.integrations.trainer_batch import TrainerBatch
 from torchtune_adaptive.integrations.worst_batches import worst_batches
 from torchtune_adaptive.text import count_text
 
@@ -258,7 +259,7 @@ class AdaptiveTrainerMixin(_Trainer):
                 self._joins = cutter.joins = self._can_join(step, batches)
             if not cutter.joins:
                 step.prepare(batches)
-            if not step.any_rank(cutter.has_told_more):
+            if not step.any_rank(cutter.trial_samples.has_told_more):
                 break
         cutter.joins = cutter.joins and not step.any_rank(cutter.lacks_padding(batches))
 

@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.recovery.columns import named_values
 from torchtune_adaptive.errors import reason_of
-from torchtune_adaptive.integrations.batches import IGNORED, TrainerBatch, TrainerBatches
+from torchtune_adaptive.integrations.batches import TrainerBatches
+from torchtune_adaptive.integrations.trainer_batch import IGNORED, TrainerBatch
 
 log = logging.getLogger(__name__)
 
