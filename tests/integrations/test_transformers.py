@@ -151,7 +151,7 @@ def test_a_model_without_a_config_is_trained() -> None:
 def test_batches_that_cannot_be_joined_stay_apart(caplog: pytest.LogCaptureFixture) -> None:
     """The mean of each batch over its tokens counts: a mean over those of two would be another."""
     options = {"base": MeanOverTokens, "accumulation": 2, "dropout": 0.0}
-    with caplog.at_level(logging.INFO, logger=integration.log.name):
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.integrations"):
         ours = trained(make("trainer", options={"micro_batch_size": 2 * BATCH}, **options))
     assert caplog.messages[0].startswith("A micro-batch has samples of one batch only. ")
     assert difference(ours, trained(make("trainer", is_adaptive=False, **options))) == (0.0, {})
@@ -300,7 +300,7 @@ class Events(TrainerCallback):
 def test_an_event_reaches_callbacks_logs_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
     events = Events()
     trainer = make("sft", options={"micro_batch_size": BATCH, "callbacks": [events]})
-    with caplog.at_level(logging.WARNING, logger=integration.log.name):
+    with caplog.at_level(logging.WARNING, logger="torchtune_adaptive.integrations"):
         found = with_fault(trainer, step=1, micro_step=0, place=40, rank=0)
     assert events.seen == [(1, 2), (2, 4)]
     memory = [{name: log[name] for name in log if name.startswith("memory/")} for log in found.logs]
@@ -754,7 +754,7 @@ def test_a_search_leaves_no_trace(kind: str, caplog: pytest.LogCaptureFixture) -
         found["gradients"] = [one for one in trainer.model.parameters() if one.grad is not None]
 
     trainer._search = searched
-    with caplog.at_level(logging.INFO, logger=integration.log.name):
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.integrations"):
         ours = trained(trainer)
     assert found == {"is equal": True, "gradients": []}
     assert [record.message[:20] for record in caplog.records] == ["The micro-batch has "]
@@ -801,7 +801,7 @@ def test_speed_chooses_size_and_checkpointing_and_trains_the_same(
 
     options = {"memory_limit": limit, "speed": "auto", "callbacks": [Watch()]}
     trainer = timed(make("trainer", options=options, **common), monkeypatch, of_layer=of_layer)
-    with caplog.at_level(logging.INFO, logger=integration.log.name):
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.integrations"):
         ours = trained(trainer)
     size, checkpointed = used[0]
     assert used == [used[0]] * trainers.STEPS
@@ -904,7 +904,7 @@ def test_ranks_find_the_same_size_if_their_batches_are_not_equally_large() -> No
 
 def test_a_cpu_without_a_limit_is_not_searched(caplog: pytest.LogCaptureFixture) -> None:
     trainer = make("trainer")
-    with caplog.at_level(logging.INFO, logger=integration.log.name):
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.integrations"):
         trainer.train()
     assert [record.message for record in caplog.records] == [
         "The micro-batch is `per_device_train_batch_size` (4): a cpu needs `memory_limit` for a search."

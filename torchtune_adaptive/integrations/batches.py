@@ -13,8 +13,8 @@ from torchtune_adaptive.engine.recovery.trial import cannot_cut
 from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.integrations.trainer_batch import IGNORED, MASK, TrainerBatch
 from torchtune_adaptive.integrations.trial_samples import (
-    Sample,
     TrialSamples,
+    WeighedSample,
     ignored_samples,
     samples_of,
     with_fewer_labels,
@@ -200,7 +200,7 @@ class TrainerBatches(Slices):
             return [samples]
         return [[batch] for batch in sorted(samples, key=lambda one: -self.num_samples(one.inputs))]
 
-    def _samples(self, batches: Sequence[TrainerBatch]) -> list[Sample]:
+    def _samples(self, batches: Sequence[TrainerBatch]) -> list[WeighedSample]:
         return [one for batch in batches for one in samples_of(batch, self.num_samples(batch.inputs))]
 
     def _parts(self, samples: Sequence[TrainerBatch]) -> list[list[Part]]:

@@ -26,6 +26,35 @@ class Checkpointing:
     needs_less: bool = False
 
 
+class ChosenCheckpointing:
+    """The checkpointing that was chosen for a training, and the one before."""
+
+    def __init__(self) -> None:
+        self._chosen: Checkpointing | None = None
+        self._before: Checkpointing | None = None
+
+    def ways_of(self, model: nn.Module) -> list[Checkpointing]:
+        """Ways to checkpoint ``model``, the present one first."""
+        ways = alternatives(model)
+        self._before = ways[0]
+        return ways
+
+    def choose(self, way: Checkpointing) -> None:
+        self._chosen = way
+        way.switch()
+
+    def keep(self) -> None:
+        """Switch to the chosen one again: DPO's loss leaves all layers checkpointed if some were."""
+        if self._chosen is not None:
+            self._chosen.switch()
+
+    def restore(self) -> None:
+        """Switch to the one before."""
+        if self._before is not None:
+            self._before.switch()
+        self._chosen = None
+
+
 def alternatives(model: nn.Module) -> list[Checkpointing]:
     """Ways to checkpoint a model: first as it is; then, in the order of their memory, none, some layers and all."""
     layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]

@@ -11,8 +11,7 @@ of an optimizer step are run in smaller parts, all of them together after its la
 import copy
 import importlib
 import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -25,12 +24,9 @@ from transformers import Trainer
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, MemoryPressure
-from torchtune_adaptive.engine.search.any_loop import find_max_batch_size
-from torchtune_adaptive.engine.search.fastest_step import find_fastest
-from torchtune_adaptive.engine.search.strategies import SearchResult
-from torchtune_adaptive.errors import CannotCutError, InputError, NothingFitsError, require_one_of
-from torchtune_adaptive.integrations.batches import TrainerBatches, rounded_down
-from torchtune_adaptive.integrations.checkpointing import Checkpointing, alternatives
+from torchtune_adaptive.errors import CannotCutError, InputError, require_one_of
+from torchtune_adaptive.integrations.batches import TrainerBatches
+from torchtune_adaptive.integrations.checkpointing import ChosenCheckpointing
 from torchtune_adaptive.integrations.known_trainers import (
     check_parameters,
     has_own_loss,
@@ -39,12 +35,10 @@ from torchtune_adaptive.integrations.known_trainers import (
     why_whole,
 )
 from torchtune_adaptive.integrations.late_gathers import LateGathers, LateValue, kept_too_long, with_attributes
+from torchtune_adaptive.integrations.micro_batch_search import MicroBatchSearch
 from torchtune_adaptive.integrations.trainer_batch import TrainerBatch
-from torchtune_adaptive.integrations.worst_batches import worst_batches
-from torchtune_adaptive.text import count_text
 
 log = logging.getLogger(__name__)
-_MOST_HALVINGS = 4  # of a size that fits, which are timed
 _MOST_TRIALS = 4  # of samples that differ more than those before
 _STEPS_TO_LOOK_AT = 64  # for such samples: to look waits for the device
 _Trainer: Any = object  # the class whose methods the mixin calls
@@ -90,8 +84,7 @@ class AdaptiveTrainerMixin(_Trainer):
                     f"`speed` chooses the micro-batch itself: leave `micro_batch_size` {micro_batch_size} out."
                 )
         self._speed = speed
-        self._restore_checkpointing: Callable[[], object] = lambda: None
-        self._keep_checkpointing: Callable[[], object] = lambda: None
+        self._checkpointing = ChosenCheckpointing()
         self._micro_batch_size = micro_batch_size  # None: each training searches
         size = self.args.per_device_train_batch_size if micro_batch_size is None else micro_batch_size
         self._batches = TrainerBatches(size, rows_per_sample=2 if are_pairs else 1)
@@ -130,8 +123,7 @@ class AdaptiveTrainerMixin(_Trainer):
         try:
             return super().train(*args, **kwargs)
         finally:
-            self._restore_checkpointing()
-            self._keep_checkpointing = lambda: None
+            self._checkpointing.restore()
             self._close_step()
 
     def _close_step(self) -> None:
@@ -274,7 +266,7 @@ class AdaptiveTrainerMixin(_Trainer):
         return self.args.gradient_accumulation_steps > 1 and not reduces_each
 
     def _micro_step(self, model: nn.Module, micro_batch: TrainerBatch) -> torch.Tensor:
-        self._keep_checkpointing()  # DPO's loss leaves all layers checkpointed if some were
+        self._checkpointing.keep()
         own = {"log": self._hold_log, "current_gradient_accumulation_steps": micro_batch.divisor}
         with self._gathers.collected(), with_attributes(self, **own), self._scaled_by(micro_batch.weight):
             loss = super().training_step(model, micro_batch.inputs, micro_batch.num_items)
@@ -321,98 +313,20 @@ class AdaptiveTrainerMixin(_Trainer):
         return False
 
     def _search(self, model: Any, batches: list[TrainerBatch]) -> None:
-        """Find the micro-batch size. It leaves no trace in the trainer. A collective."""
+        """Find the micro-batch size, and with ``speed`` how to checkpoint. A collective."""
         model = model.module if isinstance(model, DistributedDataParallel) else model  # whose reducer cannot be reset
-        self._batches.size = max(self._batches.size, self._batches.num_to_try(batches))
-        loader = self.callback_handler.train_dataloader
-        is_first = self.is_world_process_zero()
-        worst, most = worst_batches(loader, batches, self._batches, shows_progress=is_first)
-        own = [len(worst), most, self._batches.largest_batch(batches)]
-        of_ranks = self.accelerator.gather(torch.tensor([own], device=self.args.device))
-        num_batches, most, largest_batch = of_ranks.amax(dim=0).tolist()  # every rank runs and chooses the same
-        rounded = partial(rounded_down, largest_batch=largest_batch)
-
-        def step_of_worst(batches: list[TrainerBatch]) -> None:
-            for batch in batches:
-                self._whole_step(model, [batch, batch])  # the second needs more memory: gradients exist
-
-        def largest() -> SearchResult:
-            try:
-                return find_max_batch_size(
-                    step_of_worst,
-                    lambda num_samples: worst.of(num_samples, num_batches),
-                    model=self._with_reference(model),
-                    optimizer=self.optimizer.optimizer,
-                    max_batch_size=most,
-                    memory_limit=self._memory_limit,
-                )
-            finally:
-                self._release()
-
-        if self._speed is None:
-            found = largest()
-            size = rounded(found.batch_size)
-            log.info("The micro-batch has %d samples: %s", size, found)
-        else:
-            size = self._fastest_size(model, batches, largest, rounded)
-        self._batches.size = self._batches.whole_size = size
-
-    def _fastest_size(
-        self,
-        model: Any,
-        batches: list[TrainerBatch],
-        largest: Callable[[], SearchResult],
-        rounded: Callable[[int], int],
-    ) -> int:
-        """Switch gradient checkpointing to what is fastest, and return the fastest size. A collective.
-
-        Raises:
-            NothingFitsError: not one row fits, however much is checkpointed.
-        """
-        choices: dict[str, tuple[Checkpointing, int]] = {}
-        is_short, why_none = False, ""
-        ways = alternatives(model)
-        self._restore_checkpointing = ways[0].switch
-        for checkpointing in ways:
-            if checkpointing.needs_less and not is_short:
-                continue
-            self._switch(checkpointing)
-            try:
-                found = largest()
-            except NothingFitsError as error:
-                is_short, why_none = True, str(error)
-                continue
-            is_short = found.exact_batch_size < found.bound
-            own, most = self.args.per_device_train_batch_size, found.batch_size
-            sizes = [own] if own <= most else []  # the trainer's own is the simplest
-            sizes += [rounded(most // 2**times) for times in range(_MOST_HALVINGS)]
-            for size in dict.fromkeys(filter(None, sizes)):
-                choices[f"{count_text(size, 'sample')}, {checkpointing.words}"] = checkpointing, size
-        if not choices:
-            raise NothingFitsError(why_none)
-
-        def step_of(choice: tuple[Checkpointing, int], given: list[TrainerBatch]) -> torch.Tensor:
-            checkpointing, self._batches.size = choice
-            self._switch(checkpointing)
-            return self._whole_step(model, self._batches.cut(given))
-
-        fastest = find_fastest(
-            {name: partial(step_of, choice) for name, choice in choices.items()},
-            [batches],
-            model=self._with_reference(model),
-            optimizer=self.optimizer.optimizer,
+        search = MicroBatchSearch(
+            self,
+            self._with_reference(model),
+            partial(self._whole_step, model),
+            release=self._release,
+            cutter=self._batches,
+            batches=batches,
             memory_limit=self._memory_limit,
-            tolerance=math.inf,  # dropout draws other numbers; the trial of a step compares losses and gradients
         )
-        log.info("The fastest is %s:\n%s", fastest.name, fastest)
-        checkpointing, size = choices[fastest.name]
-        self._switch(checkpointing)
-        return size
-
-    def _switch(self, checkpointing: Checkpointing) -> None:
-        """Switch gradient checkpointing, also at the beginning of each micro-step from now on."""
-        self._keep_checkpointing = checkpointing.switch
-        checkpointing.switch()
+        chosen = self._checkpointing
+        size = search.largest() if self._speed is None else search.fastest(chosen.ways_of(model), chosen)
+        self._batches.size = self._batches.whole_size = size
 
     def _whole_step(self, model: Any, micro_batches: Sequence[TrainerBatch]) -> torch.Tensor:
         """An optimizer step without recovery and without a trace in the trainer; the sum of its losses."""

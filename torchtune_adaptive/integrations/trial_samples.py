@@ -22,7 +22,7 @@ _LONGEST_SHARE = 3 / 4  # of the longer row: how long the other one may be, so t
 Amounts = dict[str, float]  # by what a loss may weigh a sample
 
 
-class Sample(NamedTuple):
+class WeighedSample(NamedTuple):
     """One of a batch: its number, and by what a loss may weigh it."""
 
     batch: TrainerBatch
@@ -46,11 +46,11 @@ class TrialSamples:
         self._shown: Amounts = {}  # those between the last two samples
         self._shows_padding = False
 
-    def tell_more(self, samples: Sequence[Sample]) -> bool:
+    def tell_more(self, samples: Sequence[WeighedSample]) -> bool:
         """Whether ``samples`` differ far more than those of all trials that have found a factor."""
         return bool(self._untried([one.amounts for one in samples]))
 
-    def in_order(self, groups: Iterable[Sequence[Sample]], *, joins: bool) -> list[Sample]:
+    def in_order(self, groups: Iterable[Sequence[WeighedSample]], *, joins: bool) -> list[WeighedSample]:
         """The samples as a trial takes them, of the group of those that may meet in a micro-batch and differ the most.
 
         The first one has the most of what differs the most, or the label of the most samples. The next ones have
@@ -61,7 +61,7 @@ class TrialSamples:
         """
         looks_at_length = joins and not self.pads
 
-        def distance(samples: Iterable[Sample]) -> tuple[float, float]:
+        def distance(samples: Iterable[WeighedSample]) -> tuple[float, float]:
             amounts = [one.amounts for one in samples]
             lengths = (size for name, size in _differences(amounts).items() if name.startswith(MASK))
             return sum(lengths) if looks_at_length else 0.0, sum(self._untried(amounts).values())
@@ -87,7 +87,7 @@ class TrialSamples:
 
         return [every[index] for index in sorted(range(len(every)), key=rank)]
 
-    def compare(self, one: Sequence[Sample], other: Sequence[Sample]) -> None:
+    def compare(self, one: Sequence[WeighedSample], other: Sequence[WeighedSample]) -> None:
         """Note what the trial of two batches with these samples can show."""
         amounts = [_sum([sample.amounts for sample in samples]) for samples in (one, other)]
         shorter, longer = sorted(padded_length(samples[0].batch.inputs) for samples in (one, other))
@@ -112,7 +112,7 @@ class TrialSamples:
         }
 
 
-def samples_of(batch: TrainerBatch, num_samples: int) -> list[Sample]:
+def samples_of(batch: TrainerBatch, num_samples: int) -> list[WeighedSample]:
     """The samples of ``batch``: of pairs, both parts are one sample. A loss may weigh it by any of its numbers."""
     every: list[Amounts] = [{} for _ in range(num_samples)]
     for name, column in columns(batch.inputs):
@@ -122,7 +122,7 @@ def samples_of(batch: TrainerBatch, num_samples: int) -> list[Sample]:
                     amounts[f"{key} {part}" if part else key] = amount
     for one in _without_answers(batch.inputs):
         every[one][f"{_LABEL}{IGNORED}"] = 1.0
-    return [Sample(batch, number, amounts) for number, amounts in enumerate(every)]
+    return [WeighedSample(batch, number, amounts) for number, amounts in enumerate(every)]
 
 
 def _amounts_of_rows(name: str, rows: torch.Tensor) -> list[tuple[str, float]]:
@@ -187,7 +187,7 @@ def _valid_labels(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     return labels != IGNORED if is_known else None
 
 
-def with_fewer_labels(other: Sample, one: Sample) -> TrainerBatch:
+def with_fewer_labels(other: WeighedSample, one: WeighedSample) -> TrainerBatch:
     """The batch of ``other``, in which that loses half of its labels if some are ignored anywhere.
 
     Not if it has at most half as many as ``one`` already.
