@@ -52,6 +52,7 @@ from tests.support.ranks import run_on_ranks
 from torchtune_adaptive import InputError, NothingFitsError
 from torchtune_adaptive.engine.search import throughput
 from torchtune_adaptive.errors import CannotCutError
+from torchtune_adaptive.integrations import checkpointing
 from torchtune_adaptive.integrations import transformers as integration
 from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
 
@@ -827,13 +828,13 @@ def test_more_is_checkpointed_where_memory_is_short(monkeypatch: pytest.MonkeyPa
 
 def test_some_layers_stay_checkpointed_if_a_loss_switches_all_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """DPO switches checkpointing off for the reference, and then on in all layers."""
-    alternatives, used = integration.alternatives, []
+    alternatives, used = checkpointing.alternatives, []
 
     def one_in_four(model: Any) -> Any:
         (found,) = (one for one in alternatives(model) if one.words == "one layer in 4 checkpointed")
         return [dataclasses.replace(found, needs_less=False)]
 
-    monkeypatch.setattr(integration, "alternatives", one_in_four)
+    monkeypatch.setattr(checkpointing, "alternatives", one_in_four)
     trainer = make("dpo", options={"memory_limit": "64MiB", "speed": "auto"}, accumulation=2)
 
     def note(*_: Any) -> None:
