@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -96,7 +97,7 @@ def test_small_batches_leave_rows_of_another_kind_as_they_are() -> None:
 def test_a_stretched_row_repeats_its_row_up_to_its_length(tokens: list[int], length: int, tensors: bool) -> None:
     row = {"tokens": torch.tensor(tokens) if tensors else tokens, "labels": [-100] * len(tokens), "more": "kept"}
     stretched = ROWS.stretched(row, length)
-    assert stretched["tokens"] == stretched["labels"] == [tokens[place % len(tokens)] for place in range(length)]
+    assert list(stretched["tokens"]) == stretched["labels"] == [tokens[place % len(tokens)] for place in range(length)]
     assert stretched["tokens"] is not stretched["labels"]
     assert stretched["more"] == "kept"
     assert row["labels"] == [-100] * len(tokens)
@@ -106,6 +107,27 @@ def test_a_stretched_row_has_a_mask_of_its_length_for_a_collator_that_reads_it()
     row = {"tokens": [1, 2, 3], "labels": [-100, 2, 3], "mask": [True, False, False]}
     assert ROWS.stretched(row, 5) == {"tokens": [1, 2, 3, 1, 2], "labels": [1, 2, 3, 1, 2], "mask": [False] * 5}
     assert ROWS.stretched(row, 2)["mask"] == [False] * 2
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array])
+def test_columns_of_a_row_keep_their_type_and_one_value_for_each_token(make: Any) -> None:
+    """A `collate_fn` of one's own may take samples that are tensors, and positions or weights of their tokens."""
+    columns = {"tokens": [5, 6, 7], "labels": [-100, 6, 7], "mask": [True, False, False], "input_pos": [0, 1, 2]}
+    row = {name: make(values) for name, values in columns.items()} | {"source": "a name", "images": make([[1, 2]])}
+    longer, silent = ROWS.stretched(row, 5), ROWS.masked(row)
+    for made in (longer, silent):
+        assert {name: (type(values), values.dtype) for name, values in made.items() if name != "source"} == {
+            name: (type(values), values.dtype) for name, values in row.items() if name != "source"
+        }
+        assert made["source"] == "a name"
+        assert made["images"] is row["images"]
+    assert {name: longer[name].tolist() for name in columns} == {
+        "tokens": [5, 6, 7, 5, 6],
+        "labels": [5, 6, 7, 5, 6],
+        "mask": [False] * 5,
+        "input_pos": [0, 1, 2, 0, 1],
+    }
+    assert {name: silent[name].tolist() for name in columns} == columns | {"labels": [-100] * 3, "mask": [True] * 3}
 
 
 def test_a_silent_row_has_a_few_tokens_of_which_none_counts_and_its_source_is_unchanged() -> None:

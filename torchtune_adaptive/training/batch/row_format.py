@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -147,9 +148,11 @@ class RowFormat(ABC):
 
 
 class TokenRows(RowFormat):
-    """Rows of ``tokens`` and ``labels``, for supervised finetuning.
+    """Rows of ``tokens`` and ``labels``, for supervised finetuning: lists, or tensors or arrays of one dimension.
 
-    torchtune's data sets add a ``mask``, True for tokens without a label, which a `collate_fn` of one's own may read.
+    torchtune's data sets add a ``mask``, True for tokens without a label. A `collate_fn` of one's own may read it, and
+    other columns with a value for each token, such as ``input_pos``. Rows that are made here have all of them, each in
+    its own type.
 
     Args:
         ignore_index: the label of tokens that do not count in the loss.
@@ -164,21 +167,21 @@ class TokenRows(RowFormat):
         return len(row["tokens"])
 
     def stretched(self, row: Row, length: int) -> Row:
-        tokens = repeated(row["tokens"], length)
-        return self._with_mask(row | {"tokens": tokens, "labels": list(tokens)}, is_masked=False)
+        tokens, labels = row["tokens"], row["labels"]
+        columns = {name: values for name, values in row.items() if _is_column(values) and len(values) == len(tokens)}
+        longer = {name: alike(repeated(values, length), values) for name, values in columns.items()}
+        longer |= {"tokens": alike(repeated(tokens, length), tokens), "labels": alike(repeated(tokens, length), labels)}
+        return self._with_mask(row | longer, is_masked=False)
 
     def masked(self, row: Row) -> Row:
         short = self.shortened(row, _DRY_RUN_TOKENS[0])
-        labels = short["labels"]
-        if isinstance(labels, torch.Tensor):
-            return short | {"labels": torch.full_like(labels, self._ignore_index)}
-        return self._with_mask(short | {"labels": [self._ignore_index] * len(labels)}, is_masked=True)
+        labels = alike([self._ignore_index] * len(short["labels"]), short["labels"])
+        return self._with_mask(short | {"labels": labels}, is_masked=True)
 
     def _with_mask(self, row: Row, *, is_masked: bool) -> Row:
-        """``row``, whose ``mask`` has one value for all tokens, if it has a list of them. A pack's mask is a tensor."""
-        if not isinstance(row.get("mask"), list):
-            return row
-        return row | {"mask": [is_masked] * len(row["labels"])}
+        """``row``, whose ``mask`` has one value for all tokens, if it is a column of them."""
+        mask = row.get("mask")
+        return row | {"mask": alike([is_masked] * len(row["labels"]), mask)} if _is_column(mask) else row
 
 
 class PreferenceRows(RowFormat):
@@ -277,7 +280,23 @@ def decoder_of(model: nn.Module) -> nn.Module:
     return getattr(model, "decoder", model)
 
 
-def repeated(tokens: Sequence[int] | torch.Tensor, length: int) -> list[int]:
+def repeated(tokens: Sequence[Any] | torch.Tensor | np.ndarray, length: int) -> list[Any]:
     """``tokens``, repeated or truncated to ``length``; the token 0 if there are none."""
-    values = (tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)) or [0]
+    values = (tokens.tolist() if isinstance(tokens, torch.Tensor | np.ndarray) else list(tokens)) or [0]
     return (values * (length // len(values) + 1))[:length]
+
+
+def alike(values: list[Any], example: Any) -> Any:
+    """``values`` as a tensor or an array if ``example`` is one, which a `collate_fn` of one's own may rely on.
+
+    >>> alike([1, 2], torch.tensor([7])), alike([1, 2], [7])
+    (tensor([1, 2]), [1, 2])
+    """
+    if isinstance(example, torch.Tensor):
+        return example.new_tensor(values)
+    return np.array(values, dtype=example.dtype) if isinstance(example, np.ndarray) else values
+
+
+def _is_column(values: object) -> bool:
+    """Whether ``values`` can be those of a row's tokens, one for each."""
+    return isinstance(values, list) or (isinstance(values, torch.Tensor | np.ndarray) and values.ndim == 1)
