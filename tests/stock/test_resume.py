@@ -33,6 +33,7 @@ from torchtune_adaptive.training.checkpoints.folder import (
     Checkpoint,
     CheckpointFolder,
     read_checkpoint,
+    write_state,
 )
 from torchtune_adaptive.training.folder_lock import LOCK_NAME
 from torchtune_adaptive.training.run_state import RunIdentity
@@ -484,6 +485,44 @@ def test_in_the_background_the_latest_complete_one_is_found(tmp_path: Path) -> N
     assert stock_checkpoint(tmp_path, in_background=True) == Checkpoint(path, 0, None, 11, path / ".metadata")
 
 
+def save_in_background(folder: Path, epoch: int, run: RunIdentity) -> Path:
+    """A checkpoint of `enable_async_checkpointing`."""
+    path = folder / f"dist_epoch_{epoch}"
+    write_state(path, replace(STATE, epochs_run=epoch + 1, run=run))
+    (path / ".metadata").touch()
+    return path
+
+
+def test_in_the_background_the_latest_one_of_the_last_run_is_found_beside_those_of_an_earlier_run(run: Run) -> None:
+    """A new run does not come as far as an earlier one in its folder."""
+    for epoch in (2, 3):
+        save_in_background(run.folder.path, epoch, OTHER)
+    for epoch in (0, 1):
+        save_in_background(run.folder.path, epoch, STATE.run)
+    run.folder.lock().claim(STATE.run.id)
+    found = run.find("auto", enable_async_checkpointing=True)
+    assert (found.path.name, found.run_id, found.epochs_run) == ("dist_epoch_1", STATE.run.id, 2)
+    run.folder.claim(OTHER.id)
+    assert run.find(True, enable_async_checkpointing=True).path.name == "dist_epoch_3"
+
+
+def test_in_the_background_a_changed_one_is_skipped(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    paths = [save_in_background(run.folder.path, epoch, STATE.run) for epoch in (0, 1)]
+    ranks = paths[1] / RANK_STATES_NAME
+    ranks.write_bytes(bytes(ranks.stat().st_size))
+    assert run.find("auto", enable_async_checkpointing=True).path == paths[0]
+    (message,) = caplog.messages
+    assert message.startswith(f"Skipped checkpoint {paths[1]}. {ranks} must be as the run wrote it")
+
+
+def test_one_in_the_background_may_be_named_by_its_path(run: Run) -> None:
+    first, _ = (save_in_background(run.folder.path, epoch, STATE.run) for epoch in (0, 1))
+    assert run.find(str(first), enable_async_checkpointing=True).path == first
+    assert run.refusal(str(first)) == (
+        f"`resume_from_checkpoint` {str(first)!r} needs `enable_async_checkpointing: True`, which wrote it."
+    )
+
+
 # ---- the config that a stock recipe is set up with
 
 CONFIG = {
@@ -559,16 +598,20 @@ def test_an_epoch_is_the_only_one_that_torchtune_sees_in_its_set_up(run: Run, tm
     """It reads the latest epoch of `output_dir`, which may have none, or one of another run."""
     path = run.save("epoch_1", epochs_run=2, with_recipe_state=True, files=[*MODEL_FILES, "adapter_model.pt"])
     torchtunes = {"_component_": "torchtune.training.FullModelHFCheckpointer", "output_dir": str(tmp_path / "new")}
+    background = save_in_background(tmp_path / "background", 2, STATE.run)
     for checkpoint, checkpointer, is_shown in (
         (read_checkpoint(path), torchtunes, True),
+        (Checkpoint(background, 0, None, 3, background / ".metadata"), torchtunes, True),
         (read_checkpoint(path), torchtunes | {"_component_": "mine.Checkpointer"}, False),
         (replace(read_checkpoint(path), is_of_step=True), torchtunes, False),
         (None, torchtunes, False),
     ):
         cfg = resuming(config(checkpointer=checkpointer), checkpoint)
+        name = "dist_epoch_2" if checkpoint is not None and checkpoint.path == background else "epoch_0"
         with latest_epoch(cfg, checkpoint):
             folder = Path(cfg.checkpointer.output_dir)
             assert (folder != tmp_path / "new") is is_shown
-            assert not is_shown or [one.resolve() for one in folder.iterdir()] == [path]
+            assert not is_shown or [one.resolve() for one in folder.iterdir()] == [checkpoint.path]
+            assert not is_shown or [one.name for one in folder.iterdir()] == [name]
         assert cfg.checkpointer.output_dir == str(tmp_path / "new")
         assert not folder.exists()

@@ -279,9 +279,12 @@ def test_where_the_state_of_the_run_cannot_be_saved_torchtunes_checkpoint_is_lef
     recipe.whole.set_state(STATE)
     path = recipe.path / "dist_epoch_1"
     path.mkdir()
-    (path / ".metadata").touch()
+    for name in (".metadata", STATE_NAME):  # of an earlier run
+        (path / name).touch()
     with FullDisk(os, "fsync"):
         recipe.whole.save_state("dist_epoch_1")
+    assert stock_checkpoint(recipe.path, in_background=True) is None
+    (path / ".metadata").touch()  # by torchtune
     (message,) = caplog.messages
     assert message.startswith(f"{recipe.path}/dist_epoch_1 has no adaptive_state.json, which could not be saved: ")
     assert stock_checkpoint(recipe.path, in_background=True) == Checkpoint(path, 0, None, 2, path / ".metadata")

@@ -81,11 +81,14 @@ class AtomicCheckpointer:
     def save_state(self, name: str) -> None:
         """Save only the state, into the folder ``name`` in which torchtune writes its files in the background.
 
-        If this fails, the run's position is in torchtune's own state.
+        A checkpoint of an earlier run there is no longer complete: its files have not this state. If this fails, the
+        run's position is in torchtune's own state.
         """
         assert self._state is not None, "`set_state` comes first"
         try:
             self._folder.check()
+            for file in (".metadata", STATE_NAME):
+                (self._folder.path / name / file).unlink(missing_ok=True)
             write_state(self._folder.path / name, self._state)
         except OSError as error:
             log.warning(

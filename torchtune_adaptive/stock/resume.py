@@ -33,6 +33,7 @@ log = utils.get_logger("DEBUG")
 _WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
 _ADAPTER = "adapter_model"
 _IN_BACKGROUND = "dist_epoch_"  # by recipes that support `enable_async_checkpointing`
+_METADATA = ".metadata"  # the last file of such a checkpoint
 _LONG_BYTES = 2**30  # to read for seconds
 
 
@@ -85,7 +86,7 @@ def find_checkpoint(
             another method, or the run would overwrite steps of another one; on all ranks.
         RunEnded: training is already complete; on all ranks.
     """
-    wanted = cfg.get("resume_from_checkpoint", False)
+    wanted, in_background = cfg.get("resume_from_checkpoint", False), cfg.get("enable_async_checkpointing", False)
     by_path = wanted not in (True, False, None, "auto")
     changed: list[Path] = []
 
@@ -94,12 +95,12 @@ def find_checkpoint(
         folder.discard_unfinished()
         found = folder.checkpoints()  # always, because serial numbers continue from theirs
         if by_path:
-            checkpoint = _checkpoint_at(wanted)
+            checkpoint = _checkpoint_at(wanted, in_background=in_background)
             _check_no_steps_of_others(folder, found, checkpoint)
             return checkpoint
         if not wanted:
             return _check_no_steps(folder, wanted)
-        stock = stock_checkpoint(folder.path, in_background=cfg.get("enable_async_checkpointing", False))
+        stock = stock_checkpoint(folder.path, in_background=in_background, run_id=last_run, changed=changed)
         return _Found(folder, found, stock, last_run, changed).latest(wanted, is_last)
 
     while (checkpoint := consensus.ask_rank_zero(find)) is not None:
@@ -255,13 +256,19 @@ def _check_method(checkpoint: Checkpoint, method: str) -> None:
         )
 
 
-def _checkpoint_at(wanted: object) -> Checkpoint:
-    """The checkpoint at the path ``wanted``, whatever its name is."""
+def _checkpoint_at(wanted: object, *, in_background: bool) -> Checkpoint:
+    """The checkpoint at the path ``wanted``, whatever its name is, unless torchtune wrote it in the background."""
     if not isinstance(wanted, str) or not wanted or not Path(wanted).is_dir():
         raise InputError(
             f"`resume_from_checkpoint` must be True, False, auto or a checkpoint path, but is {quote(wanted)} instead."
         )
     path = Path(wanted)
+    if _is_in_background(path) and (path / _METADATA).is_file():
+        if not in_background:
+            raise InputError(
+                f"`resume_from_checkpoint` {quote(wanted)} needs `enable_async_checkpointing: True`, which wrote it."
+            )
+        return _of_background(path)
     if not (path / RECIPE_STATE_NAME).exists():
         stock = stock_checkpoint(path.absolute().parent, in_background=False)
         if stock is not None and stock.path.samefile(path):
@@ -275,22 +282,21 @@ def _checkpoint_at(wanted: object) -> Checkpoint:
     return checkpoint
 
 
-def stock_checkpoint(folder: Path, *, in_background: bool) -> Checkpoint | None:
+def stock_checkpoint(
+    folder: Path, *, in_background: bool, run_id: str = "", changed: Sequence[Path] = ()
+) -> Checkpoint | None:
     """The checkpoint that torchtune has written in ``folder``; None if there is no complete one.
 
     Args:
         in_background: look for checkpoints of ``enable_async_checkpointing``.
+        run_id: of these, the latest of this run, if it has one: those of an earlier run may be of later epochs.
+        changed: leave these of them out.
     """
     if in_background:
-        complete = [one.parent for one in folder.glob(f"{_IN_BACKGROUND}*/.metadata")]
-        path = max(complete, key=lambda one: int(one.name.rpartition("_")[2]), default=None)
-        if path is None:
-            return None
-        stock = Checkpoint(path, 0, None, int(path.name.rpartition("_")[2]) + 1, path / ".metadata")
-        if not (path / STATE_NAME).exists():
-            return stock
-        own = read_checkpoint(path)
-        return replace(stock, state=own.state, digests=own.digests)
+        complete = [_of_background(one.parent) for one in folder.glob(f"{_IN_BACKGROUND}*/{_METADATA}")]
+        complete = [one for one in complete if one.path not in changed]
+        own = [one for one in complete if one.run_id == run_id]
+        return max(own or complete, key=lambda one: one.epochs_run, default=None)
     path = folder / RECIPE_STATE
     if not path.exists():
         return None
@@ -305,6 +311,15 @@ def stock_checkpoint(folder: Path, *, in_background: bool) -> Checkpoint | None:
         return None
     stock = Checkpoint(epoch, 0, None, epochs_run, path)
     return None if _is_own(stock) else stock
+
+
+def _of_background(path: Path) -> Checkpoint:
+    """The complete checkpoint in ``path`` that torchtune has written in the background."""
+    stock = Checkpoint(path, 0, None, int(path.name.rpartition("_")[2]) + 1, path / _METADATA)
+    if not (path / STATE_NAME).exists():
+        return stock
+    own = read_checkpoint(path)
+    return replace(stock, state=own.state, digests=own.digests)
 
 
 def _is_own(stock: Checkpoint) -> bool:
@@ -343,7 +358,7 @@ def resuming(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
         return changed
     path = checkpoint.path.absolute()
     if _is_in_background(path):
-        return changed  # torchtune finds the latest checkpoint itself
+        return changed  # torchtune finds it itself: see `latest_epoch`
     models = model_files(checkpoint)
     if checkpoint.recipe_state is not None:
         OmegaConf.update(changed, "checkpointer.recipe_checkpoint", str(checkpoint.recipe_state.absolute()))
@@ -356,18 +371,19 @@ def resuming(cfg: DictConfig, checkpoint: Checkpoint | None) -> DictConfig:
 
 @contextmanager
 def latest_epoch(cfg: DictConfig, checkpoint: Checkpoint | None) -> Iterator[None]:
-    """Context for a set-up with ``cfg`` of ``resuming``: a checkpoint of an epoch is the latest that torchtune sees.
+    """Context for a set-up with ``cfg`` of ``resuming``: a checkpoint of an epoch is the only one that torchtune sees.
 
     torchtune reads the latest epoch of the checkpointer's `output_dir`, which may have none, or another run's. Within
     the context, `output_dir` is a temporary folder with a link; ``AtomicCheckpointer`` sets the checkpointer's back.
     """
     is_torchtunes = str(OmegaConf.select(cfg, "checkpointer._component_")).startswith("torchtune.")
-    if checkpoint is None or checkpoint.is_of_step or _is_in_background(checkpoint.path) or not is_torchtunes:
+    if checkpoint is None or checkpoint.is_of_step or not is_torchtunes:
         yield
         return
+    name = checkpoint.path.name if _is_in_background(checkpoint.path) else "epoch_0"
     output_dir = cfg.checkpointer.output_dir
     with tempfile.TemporaryDirectory(prefix="torchtune_adaptive_") as folder:
-        Path(folder, "epoch_0").symlink_to(checkpoint.path.absolute())
+        Path(folder, name).symlink_to(checkpoint.path.absolute())
         OmegaConf.update(cfg, "checkpointer.output_dir", folder)
         yield
     OmegaConf.update(cfg, "checkpointer.output_dir", output_dir)
