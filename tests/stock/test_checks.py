@@ -256,7 +256,7 @@ def test_options_that_exclude_each_other_are_refused_only_together(
 
 INTEGERS = {"gradient_accumulation_steps": 1, "max_steps_per_epoch": 1, "epochs": 1, "log_every_n_steps": 1}
 INTEGERS |= {"tensor_parallel_dim": 1, "fake_quant_after_n_steps": 0, "loss.num_output_chunks": 1}
-INTEGERS |= {"tokenizer.max_seq_len": 2, "model.lora_rank": 1}
+INTEGERS |= {"tokenizer.max_seq_len": 2, "model.lora_rank": 1, "batch_size": 1}
 FLAGS = ("compile", "enable_activation_checkpointing", "enable_activation_offloading", "optimizer_in_bwd", "shuffle")
 FLAGS += ("enable_async_checkpointing", "fsdp_cpu_offload", "log_peak_memory_stats", "save_adapter_weights_only")
 NO_TILDE = "must not begin with ~, which only a shell replaces"
@@ -266,6 +266,7 @@ NO_TILDE = "must not begin with ~, which only a shell replaces"
     ("key", "value", "sentence"),
     [
         *((key, least - 1, f"must be at least {least}, but is {least - 1}") for key, least in INTEGERS.items()),
+        *(("batch_size", value, f"must be an integer, but is {value!r}") for value in ("4", 1.0)),
         *((key, "yes", "must be True or False, but is 'yes'") for key in FLAGS),
         ("optimizer", [1], "must be a mapping, but is [1]"),
         ("output_dir", None, "must be a folder, but is None"),

@@ -1,6 +1,7 @@
 """The recipe of PPO: torchtune's own training loop, with the largest micro-batches that fit beside its four models."""
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -321,9 +322,9 @@ class AdaptivePPOFullFinetuneRecipeSingleDevice(StockRecipe):
             )
         return sizes
 
-    def _turn(self, prompts: list[list[int]], generated: int, trained: int) -> None:
+    def _turn(self, prompts: Sequence[Any], generated: int, trained: int) -> None:
         """The part of a turn with the highest memory: generate the last answers, then train two micro-steps."""
-        batch = torch.tensor(prompts, device=self._device)  # [answers, prompt tokens]
+        batch = torch.stack([*map(torch.as_tensor, prompts)]).to(self._device)  # [answers, prompt tokens]
         micro_steps = min(2, self._ppo_batch_size // trained)
         with torch.no_grad():
             # Answers of the previous turn, and earlier ones of this turn, are in memory too. Copies of one answer stand
