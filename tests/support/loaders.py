@@ -1,5 +1,6 @@
 """Loaders over small data sets."""
 
+import random
 from typing import Any
 
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
@@ -26,3 +27,18 @@ def step_loader(
     if is_global:
         return GlobalStepLoader(sampler, TokenRows(-100), **options)
     return StepLoader(sampler, TokenRows(-100), micro_steps=micro_steps, **options)
+
+
+class Augmented:
+    """Samples of which each reading replaces a token, by a generator of the data set's own."""
+
+    def __init__(self, tokenizer: Any, **_: Any) -> None:
+        self._random = random.Random(0)
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        tokens = [3 + index, *range(20, 40 + index)]
+        tokens[self._random.randrange(len(tokens))] = 3
+        return {"tokens": tokens, "labels": list(tokens)}

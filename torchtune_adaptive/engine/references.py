@@ -1,11 +1,14 @@
-"""The modules that a function refers to: by its variables, or by those of functions and objects that it refers to."""
+"""What a function or an object refers to: by its variables, or by those of functions and objects that it refers to."""
 
+import random
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 _MOST_ITEMS = 64  # of a list or dict that is looked into; a larger one has data
@@ -23,18 +26,39 @@ def modules_within_reach(model: nn.Module, function: Callable[..., Any]) -> list
     >>> modules_within_reach(nn.Linear(1, 1), lambda rows: loss(rows, rows))
     [Linear(in_features=1, out_features=1, bias=True), MSELoss()]
     """
-    found, seen = dict.fromkeys(model.modules()), dict[int, Any]()
-    waiting = deque[tuple[int, Any]]([(0, function)])
-    while waiting and len(seen) < _MOST_OBJECTS:
-        depth, value = waiting.popleft()  # the nearest first
-        if id(value) in seen or _has_no_modules(value):
-            continue
-        seen[id(value)] = value  # so that no other object gets the same number
+    found = dict.fromkeys(model.modules())
+    for value in _within_reach(function, leads_nowhere=_has_no_modules):
         if isinstance(value, nn.Module):
             found |= dict.fromkeys(value.modules())
-        elif depth < _DEPTH:
-            waiting += ((depth + 1, one) for one in _referred_to(value))
     return list(found)
+
+
+def generators_within_reach(start: Any) -> list[Any]:
+    """The random generators of Python, NumPy and torch that ``start`` refers to: a function, an object, or several.
+
+    >>> generator = random.Random(0)
+    >>> generators_within_reach(lambda: generator.random()) == [generator]
+    True
+    """
+    kinds: list[type] = [random.Random, torch.Generator]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kinds += [numpy.random.Generator, numpy.random.RandomState]
+    found = _within_reach(start, leads_nowhere=lambda value: isinstance(value, type | types.ModuleType))
+    return [one for one in found if isinstance(one, tuple(kinds)) and not isinstance(one, random.SystemRandom)]
+
+
+def _within_reach(start: Any, *, leads_nowhere: Callable[[Any], bool]) -> Iterator[Any]:
+    """``start`` and what it refers to, the nearest first. A module is not looked into."""
+    seen = dict[int, Any]()
+    waiting = deque[tuple[int, Any]]([(0, start)])
+    while waiting and len(seen) < _MOST_OBJECTS:
+        depth, value = waiting.popleft()
+        if id(value) in seen or leads_nowhere(value):
+            continue
+        seen[id(value)] = value  # so that no other object gets the same number
+        yield value
+        if not isinstance(value, nn.Module) and depth < _DEPTH:
+            waiting += ((depth + 1, one) for one in _referred_to(value))
 
 
 def _has_no_modules(value: Any) -> bool:

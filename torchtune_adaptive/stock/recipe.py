@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from torchtune import training
 from torchtune.modules.model_fusion import DeepFusionModel
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, keep_random_states
+from torchtune_adaptive.engine.distributed.snapshot import KeptTensors, keep_own_generators, keep_random_states
 from torchtune_adaptive.engine.memory.devices import check_limit, meter_of_run
 from torchtune_adaptive.engine.memory.phases import Phases
 from torchtune_adaptive.errors import InputError, reason_of
@@ -51,6 +51,7 @@ from torchtune_adaptive.training.run_state import AdaptiveState, RunIdentity
 from torchtune_adaptive.training.same_config import check_same_config
 from torchtune_adaptive.training.signals import StopRequest
 from torchtune_adaptive.training.train_step import TrainStep
+from torchtune_adaptive.training.trainer import Trainer
 
 
 class AdaptiveRecipe:
@@ -156,6 +157,22 @@ class AdaptiveRecipe:
         with setting_up(), latest_epoch(cfg, self._resumed):
             super().setup(cfg)  # pyright: ignore[reportAttributeAccessIssue]
         self._whole = self.keep_whole()
+        data = self._dataloader
+        with keep_own_generators(data.dataset.__getitem__, data.collate_fn):  # so that training draws as torchtune does
+            self.trainer = self._build_trainer(cfg, config=flattened(given))
+        if cfg.get("compile", False):
+            torch.compiler.reset()  # code compiled for probes would make the sizes of training dynamic
+        if self._settings.search_only:
+            sizes, rows = self.trainer.sizes, self.trainer.loader.rows_per_micro_step
+            found = found_values(self._settings, sizes, rows=rows)
+            end_search(given, found, seq_len=sizes.seq_len, consensus=self._consensus)
+
+    def _build_trainer(self, cfg: DictConfig, *, config: Mapping[str, Any]) -> Trainer:
+        """The trainer with the parts that are set up. A collective; samples are read.
+
+        Args:
+            config: as the user gave it, by dotted keys.
+        """
         resumed = self._resumed
         epochs_run = self.epochs_run if resumed is None else resumed.epochs_run
         check_model(self._model, self._settings, self.tensor_parallel_plan if self.tensor_parallel_dim > 1 else {})
@@ -184,19 +201,13 @@ class AdaptiveRecipe:
             checkpoints=self._folder,
             resumed=resumed,
             run=self._identity(cfg),
-            config=flattened(given),
+            config=config,
             objective_to_try=None if all(map(_is_known, self.losses())) else self.objective(as_stock=False),
             why_unrecoverable=why_unrecoverable(cfg),
             before_step=self.before_step,
             save=self._save,
         )
-        self.trainer = build_trainer(parts, self._settings, self._consensus)
-        if cfg.get("compile", False):
-            torch.compiler.reset()  # code compiled for probes would make the sizes of training dynamic
-        if self._settings.search_only:
-            sizes, rows = self.trainer.sizes, self.trainer.loader.rows_per_micro_step
-            found = found_values(self._settings, sizes, rows=rows)
-            end_search(given, found, seq_len=sizes.seq_len, consensus=self._consensus)
+        return build_trainer(parts, self._settings, self._consensus)
 
     def _identity(self, cfg: DictConfig) -> RunIdentity:
         method = method_of_recipe(type(self))

@@ -22,6 +22,7 @@ from torchtune_adaptive.engine.distributed.snapshot import (
     KeptTensors,
     RandomStates,
     UnchangedParameters,
+    keep_own_generators,
     keep_random_states,
     restore_on_exit,
     tensor_places,
@@ -286,3 +287,28 @@ def test_a_frozen_bias_that_a_layer_casts_when_it_is_first_used_has_not_changed(
     assert frozen.first_changed() == ""
     model.weight.add_(1)
     assert frozen.first_changed() == "weight"
+
+
+class Augments:
+    """Draws from generators of its own."""
+
+    def __init__(self) -> None:
+        self.generators = [random.Random(0), np.random.default_rng(0), np.random.RandomState(0)]
+        self.of_torch = {"inner": torch.Generator().manual_seed(0)}
+
+    def draw(self) -> list[float]:
+        return [*(one.random() for one in self.generators), torch.rand((), generator=self.of_torch["inner"]).item()]
+
+
+def test_generators_of_a_data_sets_own_are_restored_also_after_an_error() -> None:
+    inner = Augments()
+
+    def sample() -> list[float]:
+        return inner.draw()
+
+    expected = Augments().draw()
+    with contextlib.suppress(KeyError), keep_own_generators(len, sample):
+        assert inner.draw() == expected
+        raise KeyError
+    assert inner.draw() == expected
+    assert inner.draw() != expected

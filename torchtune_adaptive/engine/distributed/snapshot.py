@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_
 from torchtune_adaptive.engine.memory.copies import Copies, Restore
 from torchtune_adaptive.engine.memory.operations import plain_parts
 from torchtune_adaptive.engine.optimizers import SavedOptimizers
+from torchtune_adaptive.engine.references import generators_within_reach
 
 
 @contextmanager
@@ -78,6 +80,26 @@ def keep_random_states(generators: Sequence[torch.Generator] = ()) -> Iterator[N
         yield
     finally:
         states.restore()
+
+
+@contextmanager
+def keep_own_generators(*functions: Callable[..., Any]) -> Iterator[None]:
+    """Context: on exit, restore the random generators that ``functions`` refer to, such as a data set's own."""
+    restores = [_restore_of(one) for one in generators_within_reach(functions)]
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+
+
+def _restore_of(generator: Any) -> Callable[[], object]:
+    """A function that sets a generator of Python, NumPy or torch back to its present state."""
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if hasattr(generator, "bit_generator"):  # NumPy's, without its import
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    return partial(generator.set_state, generator.get_state())
 
 
 class RandomStates:
