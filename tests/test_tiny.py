@@ -37,6 +37,7 @@ def test_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
     assert contents(tmp_path / "first") == contents(tmp_path / "second")
 
 
+@pytest.mark.slow  # no other test of `make fast` needs `tiny_dir`, which takes seconds to make
 def test_every_sample_has_a_label_to_learn(tiny_dir: Path) -> None:
     cfg = OmegaConf.merge(load_config("tiny/full"), {"tiny_dir": str(tiny_dir)})
     dataset = config.instantiate(cfg.dataset, config.instantiate(cfg.tokenizer))
