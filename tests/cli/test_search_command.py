@@ -242,6 +242,7 @@ def test_a_token_budget_is_searched_for_instead_of_the_batch_size(
         (("./my_recipe.py", "--config", "tiny/full"), "A search needs an adaptive recipe, or a copy as in "),
         (("gone.py", "--config", "tiny/full"), "A search needs an adaptive recipe, or a copy as in "),
         (("--config", "tiny/full", RECIPE), "A search needs a recipe, followed by `--config` and"),
+        ((RECIPE, "epochs=1", "--config", "tiny/full"), "Overrides come after `--config` and its config: 'epochs=1'"),
         ((RECIPE, "--config"), "`--config` needs the name or path of a config."),
         ((RECIPE, "--config", "tiny/full", "adaptive.margn=0.1"), "`adaptive` has no key 'margn'; did you mean"),
         (

@@ -1,5 +1,6 @@
 """Batches of a trainer are cut by samples, and a trial gets two samples whose labels show how the loss adds up."""
 
+import math
 from typing import Any, cast
 
 import pytest
@@ -239,6 +240,27 @@ def sample_weights(inputs: Any) -> torch.Tensor:
     return (inputs["labels"] * inputs["weight"]).sum() / inputs["weight"].sum()
 
 
+def not_missing(inputs: Any) -> torch.Tensor:
+    return inputs["labels"].nan_to_num().sum() / (~inputs["labels"].isnan()).sum()
+
+
+def of_a_class(inputs: Any) -> torch.Tensor:
+    return (inputs["labels"] * (inputs["labels"] != 255)).sum() / (inputs["labels"] != 255).sum()
+
+
+def tagged(inputs: Any) -> torch.Tensor:
+    return (inputs["tags"] * (inputs["tags"] != IGNORED)).sum() / (inputs["tags"] != IGNORED).sum()
+
+
+def of_task(inputs: Any) -> torch.Tensor:
+    valid = inputs["labels_a"] != IGNORED
+    return (inputs["labels_a"] * valid).sum() / valid.sum().clamp(min=1) + inputs["labels_b"].float().mean()
+
+
+def of_pixels(inputs: Any) -> torch.Tensor:
+    return (inputs["labels"] * inputs["weight_map"]).sum() / inputs["weight_map"].sum()
+
+
 def of_logits(*labels: int) -> dict[str, Any]:
     return {
         "logits": torch.randn(len(labels), 3, generator=torch.Generator().manual_seed(0)).tolist(),
@@ -257,6 +279,11 @@ def of_logits(*labels: int) -> dict[str, Any]:
         (over_tokens, {"labels": [[1, 2, 3, IGNORED], [3, 4, 8, IGNORED]]}, False),
         (masked, {"input_ids": [[1, 2], [4, 5], [7, 9]], "loss_mask": [[1, 1], [1, 1], [0, 1]]}, False),
         (sample_weights, {"labels": [1.0, 2.0, 5.0], "weight": [1.0, 1.0, 7.0]}, False),
+        (not_missing, {"labels": [[1.0, 2.0], [4.0, 1.0], [9.0, math.nan]]}, False),
+        (of_a_class, {"labels": [[[1, 2]], [[4, 1]], [[9, 255]]]}, False),
+        (tagged, {"tags": [[1, 2], [4, 1], [9, IGNORED]]}, False),
+        (of_task, {"labels_a": [1, 2, 3, IGNORED], "labels_b": [4, 5, 6, 7]}, False),
+        (of_pixels, {"labels": [[[1, 2]], [[4, 1]], [[9, 9]]], "weight_map": [[[1, 1]], [[1, 1]], [[9, 3]]]}, False),
     ],
 )
 def test_a_mean_with_other_weights_than_samples_does_not_look_like_one_over_samples(
@@ -266,6 +293,23 @@ def test_a_mean_with_other_weights_than_samples_does_not_look_like_one_over_samp
         loss(part.inputs) / part.divisor for part in TrainerBatches(4).trial_batches([of_columns(**values)])[0]
     )
     assert any(torch.allclose(both, factor * (one + other), rtol=0.02) for factor in (0.5, 1.0, 2.0)) is is_mean
+
+
+def objects(*numbers: int) -> TrainerBatch:
+    """Images with so many objects."""
+    labels = [{"boxes": torch.ones(number, 4), "class_labels": torch.ones(number)} for number in numbers]
+    return TrainerBatch({"pixels": torch.ones(len(numbers), 3, 2, 2), "labels": labels}, None, 1)
+
+
+def test_a_loss_may_weigh_samples_by_their_objects() -> None:
+    cutter = TrainerBatches(2)
+    cutter.trial_batches([objects(1, 1, 1)])
+    cutter.scale_by(0.5)
+    assert not cutter.tells_more([objects(1, 1)])
+    assert cutter.tells_more([objects(1, 3)])
+    one, other, both = cutter.trial_batches([objects(2, 2, 5, 1)])[0]
+    found = [[len(image["boxes"]) for image in part.inputs["labels"]] for part in (one, other, both)]
+    assert found == [[5], [1], [5, 1]]
 
 
 @pytest.mark.parametrize("row", [2, 5])
@@ -337,6 +381,17 @@ def test_a_trial_of_joined_batches_takes_the_longest_row_and_the_shortest_of_ano
     samples = [of_columns(input_ids=pair, attention_mask=pair, weight=[1.0, 9.0]) for pair in pairs]
     one, other, _ = cutter.trial_batches(samples)[0]
     assert [int(part.inputs["attention_mask"].sum()) for part in (one, other)] == [8, 3]
+
+
+def test_losses_are_not_scaled_by_two_factors() -> None:
+    cutter = TrainerBatches(2)
+    cutter.trial_batches([of_columns(labels_a=[1, 1])])
+    assert not cutter.scale_by(0.5)
+    assert cutter.tells_more([of_columns(labels_a=[1, 2])])  # another class may have another weight
+    assert "otherwise than others" in cutter.scale_by(1.0)
+    assert not cutter.scale_by(0.5)
+    cutter.forget_trials()
+    assert not cutter.scale_by(1.0)
 
 
 def test_a_trial_that_finds_nothing_leaves_the_factor() -> None:

@@ -17,6 +17,7 @@ def trainer(**changes: Any) -> Any:
         n_gpu=1,
         torch_compile=False,
         dataloader_drop_last=False,
+        train_sampling_strategy="random",
         optim="adamw_torch",
         activation_offloading=False,
     )
@@ -48,6 +49,7 @@ def trainer(**changes: Any) -> Any:
         ({"scaler": object()}, "`fp16`"),
         ({"torch_compile": True}, "`torch_compile` needs a single process"),
         ({"even_batches": False}, "`even_batches` or `dataloader_drop_last`"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "'batch_rebalance' needs a single process"),
         ({"optim": "OptimizerNames.ADALOMO"}, "'OptimizerNames.ADALOMO' steps in the backward pass"),
         ({"optim": "galore_adamw_layerwise"}, "'galore_adamw_layerwise' steps in the backward pass"),
         ({"activation_offloading": True}, "`activation_offloading` must be off"),
@@ -66,6 +68,7 @@ def test_arguments_that_do_not_allow_recovery_are_refused(changes: dict[str, Any
         {"even_batches": False, "dataloader_drop_last": True},
         {"even_batches": False, "num_processes": 1},
         {"torch_compile": True, "num_processes": 1},
+        {"train_sampling_strategy": "batch_rebalance", "num_processes": 1},
     ],
 )
 def test_what_matters_for_several_processes_or_the_last_batch_only_is_allowed(changes: dict[str, Any]) -> None:

@@ -423,6 +423,11 @@ def test_gathers_in_losses_are_refused_on_all_ranks_and_metrics_equal_the_plain_
 # ---- refusals
 
 
+def test_trials_of_a_hyperparameter_search_equal_the_plain_trainers_on_two_ranks() -> None:
+    """Each has another accelerator, and there is no model between them."""
+    assert run_on_ranks(trainers.trials_on_rank, 2) == [(0.0, {})] * 2
+
+
 def test_arguments_that_do_not_allow_recovery_are_refused() -> None:
     with pytest.raises(InputError, match="documents in one row cannot be cut apart"):
         make("sft", packing=True)

@@ -503,6 +503,24 @@ def gathers_on_rank(rank: int) -> tuple[list[str], Any]:
     return refusals, difference(ours, trained(make("trainer", is_adaptive=False, base=Gathers, accumulation=2)))
 
 
+def trials_on_rank(rank: int) -> Any:
+    """What differs from the plain trainer in the second trial of a hyperparameter search, by optuna."""
+    on_rank(rank)
+
+    def second_trial(**options: Any) -> Outcome:
+        common = {"model": None, "model_init": lambda: model("trainer")}
+        one = make("trainer", base=Gathers, is_adaptive=bool(options), options={**common, **options})
+        found: list[Outcome] = []
+        for _ in range(2):
+            one.create_accelerator_and_postprocess()  # as `_hp_search_setup` does
+            one.train()
+            found.append(outcome(one))
+            one.model = one.model_wrapped = None
+        return found[-1]
+
+    return difference(second_trial(micro_batch_size=BATCH), second_trial())
+
+
 def on_rank(rank: int) -> None:
     """Tell ``accelerate`` that this process is one of two, whose process group exists."""
     torch.set_num_threads(1)

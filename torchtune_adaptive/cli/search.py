@@ -58,11 +58,13 @@ def recipe_in(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """The options of torchrun, the recipe, and its arguments.
 
     Raises:
-        InputError: there is no recipe, or no config.
+        InputError: there is no recipe, or no config, or an override comes before it.
     """
     if "--config" not in arguments[1:]:
         raise InputError("A search needs a recipe, followed by `--config` and the name or path of a config.")
     place = arguments.index("--config", 1) - 1
+    if "=" in arguments[place]:
+        raise InputError(f"Overrides come after `--config` and its config: {quote(arguments[place])} comes before.")
     return list(arguments[:place]), arguments[place], list(arguments[place + 1 :])
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from torchtune_adaptive.engine.recovery.columns import columns, map_columns
-from torchtune_adaptive.engine.recovery.micro_batches import Slices, chosen, consecutive
+from torchtune_adaptive.engine.recovery.micro_batches import Slices, chosen, consecutive, not_a_sum
 from torchtune_adaptive.engine.recovery.trial import cannot_cut
 from torchtune_adaptive.errors import InputError, quote
 from torchtune_adaptive.integrations.trainer_batch import IGNORED, MASK, TrainerBatch
@@ -150,13 +150,15 @@ class TrainerBatches(Slices):
             return False
         return _have_one_shape(samples) or self._labels_leave_padding_out(every)
 
-    def scale_by(self, factor: float) -> bool:
-        """Scale losses from now on, as the last trial has found. Returns whether that is possible."""
-        if factor != 1 and not self.can_scale:
-            return False
+    def scale_by(self, factor: float) -> str:
+        """Scale losses from now on, as the last trial has found. Returns why that is not possible, or ""."""
+        if self.factor not in (None, factor):
+            return "the loss weighs some samples otherwise than others"
+        if not self.can_scale and (reason := not_a_sum(factor)):
+            return reason
         self.factor = factor
         self.trial_samples.confirm()
-        return True
+        return ""
 
     def is_whole(self, samples: Sequence[TrainerBatch]) -> bool:
         """Whether no batch is cut."""

@@ -53,6 +53,9 @@ def why_refused(trainer: Any) -> str:
         "With several processes, `even_batches` or `dataloader_drop_last` must be on": (
             accelerator.num_processes > 1 and not accelerator.even_batches and not args.dataloader_drop_last
         ),
+        "`train_sampling_strategy` 'batch_rebalance' needs a single process: ranks have unequal numbers of samples": (
+            accelerator.num_processes > 1 and getattr(args, "train_sampling_strategy", "") == "batch_rebalance"
+        ),
         f"`optim` {str(args.optim)!r} steps in the backward pass, which may run again": (
             any(word in str(args.optim).lower() for word in ("lomo", "layerwise"))
         ),

@@ -119,7 +119,9 @@ class AdaptiveTrainerMixin(_Trainer):
         """
         self._held.clear()
         self._held_logs.clear()
-        drop_forward_passes(fsdp_states(self.model))  # as of `predict`: whole parameters look like those of adapters
+        if self.model is not None:  # a hyperparameter search has none between its trials
+            # As of `predict`: whole parameters look like those of adapters.
+            drop_forward_passes(fsdp_states(self.model))
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -189,6 +191,7 @@ class AdaptiveTrainerMixin(_Trainer):
 
     def _make_step(self, model: nn.Module, batches: list[TrainerBatch]) -> RecoverableStep[Any]:
         check_parameters(model)
+        self._gathers = LateGathers(self.accelerator)  # each trial of a hyperparameter search makes an accelerator
         size = self._micro_batch_size or self.args.per_device_train_batch_size  # which may have changed
         self._batches.size = self._batches.whole_size = size
         self._batches.forget_trials()

@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtune_adaptive.engine.recovery.columns import columns
+from torchtune_adaptive.engine.recovery.columns import columns, is_column, named_values
 from torchtune_adaptive.integrations.trainer_batch import IGNORED, MASK, TrainerBatch, padded_length
 
+_MISSING, _NO_CLASS = -1, 255  # other entries that losses leave out: missing labels, and pixels without a class
 _POSITIONS = ("start_positions", "end_positions")  # of answers: those behind a row are left out like a label of -100
 _VALID = "valid labels"  # an amount: how many labels [rows, tokens] of a sample count in a loss
 _LABEL = "label "  # and the one of a sample: an amount of 1
+_COUNTED = "counted "  # of another column
+_WORDS_OF_LABELS = ("label", "target", "class", "tag")  # in the names of columns
 _FAR_APART = 1 / 3  # two amounts of which one is twice the other: a larger difference would not tell more
 _LONGEST_SHARE = 3 / 4  # of the longer row: how long the other one may be, so that its padding is seen in a trial
 
@@ -118,26 +121,57 @@ def samples_of(batch: TrainerBatch, num_samples: int) -> list[WeighedSample]:
     for name, column in columns(batch.inputs):
         if isinstance(column, torch.Tensor):
             for part, rows in enumerate(column.split(num_samples)):
-                for amounts, (key, amount) in zip(every, _amounts_of_rows(name, rows), strict=False):
-                    amounts[f"{key} {part}" if part else key] = amount
+                for amounts, of_row in zip(every, _amounts_of_rows(name, rows), strict=False):
+                    amounts |= {f"{key} {part}" if part else key: amount for key, amount in of_row.items()}
+        elif len(column) == num_samples:  # lists, as of the objects in each image
+            for amounts, entry in zip(every, column, strict=True):
+                amounts |= _amounts_of_entry(name, entry)
     for one in _without_answers(batch.inputs):
         every[one][f"{_LABEL}{IGNORED}"] = 1.0
     return [WeighedSample(batch, number, amounts) for number, amounts in enumerate(every)]
 
 
-def _amounts_of_rows(name: str, rows: torch.Tensor) -> list[tuple[str, float]]:
-    """The name and the amount of each row's entry in a column; nothing if a loss would not weigh by it."""
-    if name == "labels" and rows.dtype == torch.long and rows.ndim == 1:
-        return [(f"{_LABEL}{label}", 1.0) for label in rows.tolist()]
-    if name == "labels" and rows.dtype == torch.long and rows.ndim == 2:
-        name, sums = _VALID, (rows != IGNORED).sum(dim=1)
-    elif rows.ndim == 1:
-        sums = rows
-    elif rows.ndim == 2 and ("mask" in name or "weight" in name):
-        sums = rows.double().abs().sum(dim=1)
+def _amounts_of_rows(name: str, rows: torch.Tensor) -> list[Amounts]:
+    """Of each row's entry in a column; nothing if a loss would not weigh by it."""
+    counted = f"{_COUNTED}{name}"
+    if rows.ndim == 1 and _is_label(name) and not rows.is_floating_point():
+        start = _LABEL if name == "labels" and rows.dtype == torch.long else f"{name} "
+        return [{f"{start}{label}": 1.0} for label in rows.tolist()]
+    if rows.ndim == 1:
+        numbers, counts = (one.double().abs().nan_to_num().tolist() for one in (rows, _not_left_out(name, rows)))
+        return [{name: number, counted: count} for number, count in zip(numbers, counts, strict=True)]
+    if "mask" in name or "weight" in name:
+        sums = rows.flatten(1).sum(dim=1, dtype=torch.double) if rows.ndim > 2 else rows.double().abs().sum(dim=1)
+    elif _is_label(name) or not rows.is_floating_point():
+        sums = _not_left_out(name, rows).flatten(1).sum(dim=1)
+        name = _VALID if name == "labels" and rows.dtype == torch.long and rows.ndim == 2 else counted
     else:
         return []
-    return [(name, amount) for amount in sums.double().abs().nan_to_num().tolist()]
+    return [{name: amount} for amount in sums.double().abs().nan_to_num().tolist()]
+
+
+def _is_label(name: str) -> bool:
+    """Whether a column may have labels, by its name."""
+    return any(word in name for word in _WORDS_OF_LABELS)
+
+
+def _not_left_out(name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Which entries of a column a loss may count, if they are labels: by the values that stand for no label."""
+    if rows.dtype == torch.uint8:  # which has no negative values
+        found = torch.ones_like(rows, dtype=torch.bool)
+    else:
+        found = (rows != IGNORED) & (rows != _MISSING) & ~rows.isnan()
+    return found & (rows != _NO_CLASS) if rows.ndim > 2 and _is_label(name) else found
+
+
+def _amounts_of_entry(name: str, entry: Any) -> Amounts:
+    """How many elements the tensors and lists in the entry of one sample have, by their names."""
+    if (named := named_values(entry)) is not None:
+        inner = (_amounts_of_entry(f"{name}.{key}", value) for key, value in named)
+        return {key: amount for amounts in inner for key, amount in amounts.items()}
+    if isinstance(entry, torch.Tensor):
+        return {name: float(entry.numel())}
+    return {name: float(len(entry))} if is_column(entry) else {}
 
 
 def _sum(samples: Sequence[Amounts]) -> Amounts:

@@ -114,8 +114,13 @@ _FLAGS = (
 )
 # Minimum values of integers with which torchtune would train otherwise than they say, or fail after it has loaded the
 # model, or later. A number from the environment is a text: `${oc.decode:${oc.env:NAME}}` makes it one.
-_LEAST = {"batch_size": 1, "epochs": 1, "gradient_accumulation_steps": 1, "log_every_n_steps": 1}
-_LEAST |= {"tensor_parallel_dim": 1}
+_LEAST = {
+    "batch_size": 1,
+    "epochs": 1,
+    "gradient_accumulation_steps": 1,
+    "log_every_n_steps": 1,
+    "tensor_parallel_dim": 1,
+}
 _LEAST_OR_NULL = {"max_steps_per_epoch": 1, "fake_quant_after_n_steps": 0}
 _LEAST_IN_BLOCKS = {"tokenizer.max_seq_len": 2, "model.lora_rank": 1}  # a row of one token has none to predict
 _BLOCKS = ("checkpointer", "loss", "model", "optimizer", "tokenizer")  # without which a set-up fails unclearly

@@ -69,10 +69,10 @@ class Cutter(Protocol):
         """Whether ``samples`` are not cut, apart from how the caller has given them."""
         ...
 
-    def scale_by(self, factor: float) -> bool:
+    def scale_by(self, factor: float) -> str:
         """Scale losses for a step of which two samples have ``factor`` times the summed gradients of each.
 
-        Returns whether it can.
+        Returns why it cannot, as part of a sentence, or "".
         """
         ...
 
@@ -154,13 +154,21 @@ class Slices:
     def is_whole(self, samples: Any) -> bool:
         return num_samples(samples) <= self.size
 
-    def scale_by(self, factor: float) -> bool:
-        """Whether losses are sums: ``micro_step`` itself calls the backward pass, so they cannot be scaled."""
-        return factor == 1
+    def scale_by(self, factor: float) -> str:
+        """Losses must be sums: ``micro_step`` itself calls the backward pass, so they cannot be scaled."""
+        return not_a_sum(factor)
 
     def _largest(self, samples: Any) -> int:
         """The samples of the largest micro-batch."""
         return min(self.size, num_samples(samples))
+
+
+def not_a_sum(factor: float) -> str:
+    """Why a loss of which two samples have ``factor`` times the gradients of each one is not a sum, or ""."""
+    if factor == 1:
+        return ""
+    is_what = "a mean over the samples of a micro-batch" if factor == 0.5 else f"{factor:g} times a sum"
+    return f"the loss is {is_what}, but must be a sum, and its gradients be divided once per step"
 
 
 def consecutive(number: int, size: int) -> list[range]:

@@ -148,9 +148,8 @@ class Preparation:
                 raise cannot_cut(reason_of(error)) from None
             raise
         reason, factor = found.verdict.reason, found.verdict.factor
-        if factor is not None and not self._cutter.scale_by(factor):
-            is_what = "a mean over the samples of a micro-batch" if factor == 0.5 else f"{factor:g} times a sum"
-            reason = f"the loss is {is_what}, but must be a sum, and its gradients be divided once per step"
+        if factor is not None:
+            reason = self._cutter.scale_by(factor)
         if found.verdict.why_no_sum and self._cutter.results == "losses":  # by which a trainer would scale them
             reason = f"a micro-step draws random numbers that cannot be fixed. {found.verdict.why_no_sum}"
         if reason:

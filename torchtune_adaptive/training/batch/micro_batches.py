@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
+from torchtune_adaptive.engine.recovery.micro_batches import not_a_sum
 from torchtune_adaptive.training.batch.limits import MicroBatchLimit, RowLimit, spread
 from torchtune_adaptive.training.batch.loader import StepSamples
 from torchtune_adaptive.training.batch.row_format import Row, RowFormat
@@ -130,9 +131,9 @@ class MicroBatcher:
         """Whether a rank's samples are in torchtune's micro-batches, or in one."""
         return not self.may_cut or len(_rows_of(samples)) <= 1
 
-    def scale_by(self, factor: float) -> bool:
-        """Losses are sums."""
-        return factor == 1
+    def scale_by(self, factor: float) -> str:
+        """Losses must be sums."""
+        return not_a_sum(factor)
 
     def trial_batches(
         self, samples: Sequence[Row] | StepSamples, pair: tuple[int, int] | None = None, *, group: int = 1
