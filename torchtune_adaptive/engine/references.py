@@ -1,10 +1,11 @@
 """What a function or an object refers to: by its variables, or by those of functions and objects that it refers to."""
 
+import itertools
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,8 +34,11 @@ def modules_within_reach(model: nn.Module, function: Callable[..., Any]) -> list
     return list(found)
 
 
-def generators_within_reach(start: Any) -> list[Any]:
+def generators_within_reach(start: Any, modules: Iterable[nn.Module] = ()) -> list[Any]:
     """The random generators of Python, NumPy and torch that ``start`` refers to: a function, an object, or several.
+
+    Args:
+        modules: generators in their attributes, too.
 
     >>> generator = random.Random(0)
     >>> generators_within_reach(lambda: generator.random()) == [generator]
@@ -43,8 +47,13 @@ def generators_within_reach(start: Any) -> list[Any]:
     kinds: list[type] = [random.Random, torch.Generator]
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += [numpy.random.Generator, numpy.random.RandomState]
-    found = _within_reach(start, leads_nowhere=lambda value: isinstance(value, type | types.ModuleType))
-    return [one for one in found if isinstance(one, tuple(kinds)) and not isinstance(one, random.SystemRandom)]
+    found = itertools.chain(
+        _within_reach(start, leads_nowhere=_has_no_generators), *(vars(one).values() for one in modules)
+    )
+    are_generators = (
+        one for one in found if isinstance(one, tuple(kinds)) and not isinstance(one, random.SystemRandom)
+    )
+    return list({id(one): one for one in are_generators}.values())
 
 
 def _within_reach(start: Any, *, leads_nowhere: Callable[[Any], bool]) -> Iterator[Any]:
@@ -63,9 +72,18 @@ def _within_reach(start: Any, *, leads_nowhere: Callable[[Any], bool]) -> Iterat
 
 def _has_no_modules(value: Any) -> bool:
     """Whether ``value`` leads to no module that a step could change: a class, a file of Python, an object of torch."""
-    kind = value if isinstance(value, type | types.FunctionType) else type(value)
-    is_of_torch = str(getattr(kind, "__module__", "")).partition(".")[0] == "torch"
-    return isinstance(value, type | types.ModuleType) or (is_of_torch and not isinstance(value, nn.Module))
+    kind = value if isinstance(value, types.FunctionType) else type(value)
+    return isinstance(value, type | types.ModuleType) or (_is_of_torch(kind) and not isinstance(value, nn.Module))
+
+
+def _has_no_generators(value: Any) -> bool:
+    """Whether ``value`` is a class, a file of Python, or a function of torch."""
+    is_function = isinstance(value, types.FunctionType)
+    return isinstance(value, type | types.ModuleType) or (is_function and _is_of_torch(value))
+
+
+def _is_of_torch(kind: Any) -> bool:
+    return str(getattr(kind, "__module__", "")).partition(".")[0] == "torch"
 
 
 def _referred_to(value: Any) -> Iterator[Any]:

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import gc
 import io
+import random
 import re
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -854,3 +856,36 @@ def test_only_the_ranks_that_train_take_part() -> None:
     assert trainers[0]["lacks a rank"] == (
         "`process_group` lacks ranks that train the model: it has [0, 1], of [1, 2]."
     )
+
+
+@pytest.mark.parametrize("is_in_module", [False, True])
+def test_generators_of_ones_own_draw_the_same_numbers_when_a_step_runs_again(is_in_module: bool) -> None:
+    """As for the noise of a diffusion model."""
+
+    def trained(*, recovers: bool) -> tuple[list[torch.Tensor], list[float]]:
+        torch.manual_seed(0)
+        model, generator = nn.Linear(4, 1), torch.Generator().manual_seed(1)
+        of_python, of_numpy, drawn = random.Random(2), np.random.default_rng(3), list[float]()
+        if is_in_module:
+            vars(model)["own"], generator = generator, None
+
+        def micro_step(rows: torch.Tensor) -> None:
+            noise = torch.randn(rows.shape, generator=generator or vars(model)["own"])
+            drawn[:] = [of_python.random(), of_numpy.random()]
+            model(rows + noise).square().sum().mul(drawn[0] + drawn[1]).backward()
+            if recovers and len(rows) > 2 and step.recovers and step.retries < 1:
+                raise torch.OutOfMemoryError("out of memory")
+
+        step = RecoverableStep(model, micro_step, micro_batch_size=4)
+        if recovers:
+            step(SAMPLES)
+            assert step.retries == 1
+        else:
+            for rows in SAMPLES.split(2):
+                micro_step(rows)
+        return [one.grad.clone() for one in model.parameters() if one.grad is not None], drawn
+
+    (ours, drawn), (expected, expected_drawn) = trained(recovers=True), trained(recovers=False)
+    assert drawn == expected_drawn
+    assert len(ours) == 2
+    assert all(map(torch.equal, ours, expected))

@@ -10,7 +10,6 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,10 @@ from torchtune_adaptive.engine.references import generators_within_reach
 
 @contextmanager
 def restore_on_exit(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], modules: Sequence[nn.Module] = ()
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    modules: Sequence[nn.Module] = (),
+    generators: Sequence[Any] = (),
 ) -> Iterator[Callable[[], None]]:
     """Context: on exit, also after an exception, restore the state bit for bit and set gradients to None.
 
@@ -45,6 +47,7 @@ def restore_on_exit(
 
     Args:
         modules: those whose buffers and attributes are restored; by default those of ``model``.
+        generators: further random generators.
 
     Raises:
         InputError: an optimizer cannot be restored; raised before anything happens.
@@ -56,7 +59,7 @@ def restore_on_exit(
     attributes = KeptAttributes(modules)
     settings = KeptSettings(fsdp_states(model))
     saved_optimizers = SavedOptimizers(optimizers, model)
-    with Copies([*tensors, *saved_optimizers.tensors]) as copies, keep_random_states():
+    with Copies([*tensors, *saved_optimizers.tensors]) as copies, keep_random_states(generators):
         restores = [copies.copy(tensor) for tensor in tensors]
         saved_optimizers.copy(copies)
         try:
@@ -73,7 +76,7 @@ def restore_on_exit(
 
 
 @contextmanager
-def keep_random_states(generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+def keep_random_states(generators: Sequence[Any] = ()) -> Iterator[None]:
     """Context: on exit, restore the random generators of Python, NumPy, CPU and CUDA devices, and ``generators``."""
     states = RandomStates(generators=generators)
     try:
@@ -85,21 +88,28 @@ def keep_random_states(generators: Sequence[torch.Generator] = ()) -> Iterator[N
 @contextmanager
 def keep_own_generators(*functions: Callable[..., Any]) -> Iterator[None]:
     """Context: on exit, restore the random generators that ``functions`` refer to, such as a data set's own."""
-    restores = [_restore_of(one) for one in generators_within_reach(functions)]
+    states = [(one, _state_of(one)) for one in generators_within_reach(functions)]
     try:
         yield
     finally:
-        for restore in restores:
-            restore()
+        for generator, state in states:
+            _set_state(generator, state)
 
 
-def _restore_of(generator: Any) -> Callable[[], object]:
-    """A function that sets a generator of Python, NumPy or torch back to its present state."""
+def _state_of(generator: Any) -> Any:
+    """The state of a generator of Python, NumPy or torch."""
     if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
-    if hasattr(generator, "bit_generator"):  # NumPy's, without its import
-        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-    return partial(generator.set_state, generator.get_state())
+        return generator.getstate()
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):  # NumPy's, without its import
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 class RandomStates:
@@ -107,12 +117,12 @@ class RandomStates:
 
     Args:
         device: save only this CUDA device. None: save all CUDA devices.
-        generators: further generators to save.
+        generators: further generators to save, of Python, NumPy or torch.
     """
 
-    def __init__(self, device: torch.device | None = None, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(self, device: torch.device | None = None, generators: Sequence[Any] = ()) -> None:
         self._generators = tuple(generators)
-        self._generator_states = [one.get_state() for one in generators]
+        self._generator_states = list(map(_state_of, generators))
         self._numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
         self._python_state = random.getstate()
         self._numpy_state = self._numpy_random.get_state() if self._numpy_random else None
@@ -129,10 +139,10 @@ class RandomStates:
         for device, state in self._cuda_states:
             torch.cuda.set_rng_state(state, device)
         for generator, state in zip(self._generators, self._generator_states, strict=True):
-            generator.set_state(state)
+            _set_state(generator, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as tensors and plain values; of CUDA devices only the first saved one."""
+        """The states as tensors and plain values: further generators must be torch's; of CUDA only the first device."""
         version, words, gauss = self._python_state
         saved: dict[str, Any] = {"python": [version, torch.tensor(words), gauss], "cpu": self._cpu_state}
         if self._numpy_state is not None:
@@ -290,9 +300,16 @@ class KeptBuffers:
         self._tensors.restore()
 
 
-def seed_everything(seed: int) -> None:
-    """Seed the random generators of Python, NumPy, the CPU and the CUDA devices."""
+def seed_everything(seed: int, generators: Sequence[Any] = ()) -> None:
+    """Seed the random generators of Python, NumPy, the CPU and the CUDA devices, and ``generators``."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
+    for one in generators:
+        if isinstance(one, torch.Generator):
+            one.manual_seed(seed)
+        elif hasattr(one, "bit_generator"):
+            one.bit_generator.state = type(one.bit_generator)(seed).state
+        else:
+            one.seed(seed)

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -69,15 +69,23 @@ class Recovery:
         ledger: attached to the loop's model, with the expected collectives.
         buffers: those that a micro-step may change. ``start_step`` saves them.
         modules: those whose attributes a micro-step may change.
+        generators: random generators of one's own, from which it may draw.
     """
 
     def __init__(
-        self, loop: Loop, *, ledger: Ledger, buffers: Sequence[TensorPlace], modules: Sequence[nn.Module]
+        self,
+        loop: Loop,
+        *,
+        ledger: Ledger,
+        buffers: Sequence[TensorPlace],
+        modules: Sequence[nn.Module],
+        generators: Sequence[Any],
     ) -> None:
         self._loop = loop
         self._consensus = loop.consensus
         self._ledger = ledger
-        self._random_states = RandomStates(loop.device)
+        self._generators = generators
+        self._random_states = RandomStates(loop.device, generators)
         self._buffers = buffers
         self._kept: KeptBuffers | None = None
         self._attributes = KeptAttributes(modules)
@@ -98,7 +106,7 @@ class Recovery:
         """
         self._reset_if_interrupted()
         self._ledger.start_step()
-        self._random_states = RandomStates(self._loop.device)
+        self._random_states = RandomStates(self._loop.device, self._generators)
         self._kept = KeptBuffers(self._buffers) if self._kept is None else self._kept.renewed()
         self._attributes.save()
         self._settings = KeptSettings(self._states)

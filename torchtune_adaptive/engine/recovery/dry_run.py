@@ -117,7 +117,9 @@ class _Trials:
     def __init__(self, loop: Loop, runs: RecordedRuns, *, compares_results: bool) -> None:
         self._loop = loop
         self._runs = runs
-        self._new = partial(Trial, loop, has_earlier=runs.repeats, compares_results=compares_results)
+        self._new = partial(
+            Trial, loop, generators=runs.generators, has_earlier=runs.repeats, compares_results=compares_results
+        )
         self._trial = self._new()
         self._micro_steps: MicroSteps = ()
         self._keeps_gradients = False

@@ -92,6 +92,7 @@ class RecordedRuns:
 
     Attributes:
         modules: those whose buffers and attributes a micro-step may change.
+        generators: random generators of one's own that it may draw from.
 
     Raises:
         CannotRecoverError: the model's collectives cannot be recorded. Raised on every rank.
@@ -101,6 +102,7 @@ class RecordedRuns:
         self._loop = loop
         self._ledger = _attached_ledger(loop, reduces_once=reduces_once)
         self.modules = loop.modules()
+        self.generators = loop.generators(self.modules)
 
     @property
     def repeats(self) -> bool:
@@ -115,7 +117,9 @@ class RecordedRuns:
         """The recovery of micro-steps such as those that have ``found`` this."""
         self._ledger.expected, self._ledger.expected_numbers = found.expected, found.numbers
         self._ledger.counts = found.counts
-        return Recovery(self._loop, ledger=self._ledger, buffers=found.buffers, modules=self.modules)
+        return Recovery(
+            self._loop, ledger=self._ledger, buffers=found.buffers, modules=self.modules, generators=self.generators
+        )
 
     def run(
         self,
@@ -156,7 +160,7 @@ class RecordedRuns:
         with Copies(one.tensor for one in places if one.tensor is not None) as copies:
             buffers = KeptBuffers(places, copies)
             try:
-                with keep_random_states():
+                with keep_random_states(self.generators):
                     outcome = run_or_abort_together(run_and_record, consensus)
             except Exception:
                 settings.restore()

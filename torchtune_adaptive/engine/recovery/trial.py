@@ -69,6 +69,7 @@ class Trial:
     """Watches three micro-steps, and compares their gradients and results.
 
     Args:
+        generators: random generators of one's own, from which a micro-step may draw.
         keeps_gradients: whether the gradients of a micro-step stay during the next one.
         has_earlier: whether those of the same three micro-steps are there before the first one.
         compares_results: whether results are compared.
@@ -84,6 +85,7 @@ class Trial:
         self,
         loop: Loop,
         *,
+        generators: Sequence[Any] = (),
         keeps_gradients: bool = False,
         has_earlier: bool = False,
         compares_results: bool = True,
@@ -91,6 +93,7 @@ class Trial:
         has_constant_noise: bool = False,
     ) -> None:
         self._model = loop.model
+        self._generators = generators
         self._seed = seed
         self._compares_results = compares_results
         self._optimizers = loop.optimizers
@@ -111,7 +114,7 @@ class Trial:
         Raises:
             CannotRecoverError: the micro-step changes a parameter or the state of an optimizer; before it does so.
         """
-        states = RandomStates(self._device)
+        states = RandomStates(self._device, self._generators)
         attributes = {name: _attributes_of(one) for name, one in self._model.named_parameters()}
         try:
             with ExitStack() as stack:
@@ -124,7 +127,7 @@ class Trial:
                         stack.callback(last.remove)
                 stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
                 if self._seed is not None:
-                    seed_everything(self._seed)
+                    seed_everything(self._seed, self._generators)
                 stack.enter_context(self._randomness)
                 stack.enter_context(_Guard(_kept_tensors(self._model, self._optimizers)))
                 yield
