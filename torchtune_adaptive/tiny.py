@@ -83,6 +83,8 @@ def _stdlib_samples() -> tuple[tuple[str, str], ...]:
 
 def _documented_functions(node: ast.AST, *, prefix: str) -> Iterator[tuple[str, str]]:
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):  # which has no functions with names
+            continue
         inner = prefix
         if isinstance(child, ast.ClassDef):
             inner = f"{prefix}{child.name}."
