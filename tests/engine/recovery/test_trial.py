@@ -454,6 +454,26 @@ def test_what_a_micro_step_that_ends_halfway_leaves_for_the_next_one_is_refused(
     step_of(model, partial(taken_at_the_beginning, box)).dry_run(ROWS)
 
 
+def test_a_micro_step_that_skips_a_batch_without_memory_is_refused_but_not_one_that_tries_again() -> None:
+    model = net()
+
+    def loss_of(rows: torch.Tensor, *, tries: int) -> torch.Tensor:
+        for _ in range(tries):
+            try:
+                loss = total_loss(model, rows)
+                gradients = torch.autograd.grad(loss, list(model.parameters()))
+            except torch.OutOfMemoryError:
+                continue
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.backward(gradient)
+            return loss.detach()
+        return torch.zeros(())
+
+    with pytest.raises(CannotRecoverError, match="catches out-of-memory errors itself"):
+        RecoverableStep(model, partial(loss_of, tries=1), micro_batch_size=4).dry_run(ROWS)
+    RecoverableStep(model, partial(loss_of, tries=2), micro_batch_size=4).dry_run(ROWS)
+
+
 def test_a_micro_step_that_fails_after_one_that_has_ended_halfway_is_refused_with_its_error() -> None:
     box = Box()
     model = nn.Sequential(Entering(box, is_last=False), net(), Entering(box, is_last=True))

@@ -1,7 +1,7 @@
 """Run small micro-steps while memory is free, to learn the collectives that recovery must replay after a failure."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -185,7 +185,7 @@ class _Trials:
         consensus = self._loop.consensus
         before, failure = self._try_again(), ""
         try:
-            self._end_halfway(self._micro_steps[0])
+            self._end_halfway(before)
             is_changed = self._differs_from(before)
         except Exception as error:
             if consensus.any_rank(isinstance(error, InputError | dist.DistBackendError)):
@@ -199,13 +199,27 @@ class _Trials:
                 " model's modules, such as an auxiliary loss in a list, which `micro_step` must clear before it begins"
             )
 
-    def _end_halfway(self, micro_step: Callable[[], object]) -> None:
-        """Run ``micro_step`` up to its backward pass, to the middle of its forward pass and to the end of it."""
+    def _end_halfway(self, before: Trial | None) -> None:
+        """Run the first micro-step up to its backward pass, to the middle of its forward pass and to the end of it.
+
+        Raises:
+            CannotRecoverError: it does not end there, and has other gradients than ``before``. Raised on every rank.
+        """
         in_backward = Interruption(self._loop.model)
-        self._runs.run([partial(in_backward.run, micro_step)], only_last=True)
+        self._interrupt(in_backward, before)
         for calls in (in_backward.calls // 2, in_backward.calls):
-            in_forward = Interruption(self._loop.model, after=calls)
-            self._runs.run([partial(in_forward.run, micro_step)], only_last=True, leaves_garbage=True)
+            self._interrupt(Interruption(self._loop.model, after=calls), before, leaves_garbage=True)
+
+    def _interrupt(self, interruption: Interruption, before: Trial | None, *, leaves_garbage: bool = False) -> None:
+        consensus, trial = self._loop.consensus, self._new()
+        micro_steps = [partial(interruption.run, self._micro_steps[0])]
+        found = self._runs.run(micro_steps, trial=trial, only_last=True, leaves_garbage=leaves_garbage)
+        if found is None or before is None or not consensus.any_rank(interruption.has_struck):
+            return
+        if not before.is_like(trial, consensus, exactly=True):
+            raise cannot_recover(
+                "`micro_step` catches out-of-memory errors itself, and goes on with other gradients: let them pass"
+            )
 
     def _differs_from(self, before: Trial | None) -> bool:
         """Whether the first micro-step has other gradients than ``before``; not if one of both does not fit."""

@@ -19,6 +19,7 @@ class Interruption:
 
     Attributes:
         calls: how many calls of modules there were in the forward pass.
+        has_struck: whether a micro-step has come to the place where it is to end.
     """
 
     def __init__(self, model: nn.Module, *, after: int | None = None) -> None:
@@ -27,6 +28,7 @@ class Interruption:
         self._is_under_way = False
         self._is_hooked = False
         self.calls = 0
+        self.has_struck = False
 
     def run(self, micro_step: Callable[[], Any]) -> None:
         """Run ``micro_step`` to the place where it is to end.
@@ -55,4 +57,5 @@ class Interruption:
 
     def _run_out_of_memory(self, *_: object) -> None:
         if self._is_under_way:
+            self.has_struck = True
             raise torch.OutOfMemoryError("on purpose, to see whether a micro-step is undone")
