@@ -4,6 +4,7 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -714,6 +715,13 @@ def _verdicts(rank: int) -> dict[str, str]:
         except CannotRecoverError as error:
             found[f"{name}, left behind"] = str(error)
         step.close()
+        model = wrap(net())
+        step = RecoverableStep(model, partial(_skipping, model), micro_batch_size=4)
+        try:
+            step.dry_run(ROWS)
+        except CannotRecoverError as error:
+            found[f"{name}, skipped"] = str(error)
+        step.close()
     model = _sharded(net())
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
@@ -725,6 +733,11 @@ def _verdicts(rank: int) -> dict[str, str]:
     return found
 
 
+def _skipping(model: nn.Module, rows: torch.Tensor) -> None:
+    with suppress(torch.OutOfMemoryError):
+        total_loss(model, rows).backward()
+
+
 def test_all_ranks_have_the_same_verdict() -> None:
     one, other = run_on_ranks(_verdicts, 2)
     broken = {name: (one.pop(name), other.pop(name)) for name in list(one) if "broken" in name}
@@ -733,7 +746,9 @@ def test_all_ranks_have_the_same_verdict() -> None:
     assert "takes the gradient" in one.pop("hook")
     expected = {"sum": "recovers", "mixed": "mixes the samples", "random": "recovers"}
     expected["left behind"] = "a micro-step that ends halfway changes the next one"
-    assert {"DDP, left behind", "FSDP2, left behind"} <= one.keys()
+    expected["skipped"] = "catches out-of-memory errors itself"
+    refused = {f"{kind}, {why}" for kind in ("DDP", "FSDP2") for why in ("left behind", "skipped")}
+    assert refused <= one.keys()
     expected["alone"] = "a micro-step fails on one sample alone (RuntimeError: too few rows)"
     for name, verdict in one.items():
         assert expected[name.rpartition(", ")[2]] in verdict, (name, verdict)
