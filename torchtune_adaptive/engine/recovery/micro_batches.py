@@ -216,19 +216,20 @@ def num_samples(samples: Any) -> int:
     Raises:
         InputError: it is not known.
     """
+    is_list_of_columns = False
     if named_values(samples) is None:
-        lengths = {len(samples)} if is_column(samples) else set[int]()
-        is_pair = isinstance(samples, list | tuple) and _are_columns(samples)
+        lengths = {"": len(samples)} if is_column(samples) else {}
+        is_list_of_columns = isinstance(samples, list | tuple) and _are_columns(samples)
     else:
-        found = [column for _, column in columns(samples)]
-        arrays = [column for column in found if hasattr(column, "ndim")]
-        lengths, is_pair = {len(column) for column in arrays or found}, False
-    if len(lengths) != 1 or is_pair:
-        raise InputError(
-            "`samples` must be a sequence, tensor or dict of these, of one length, but is"
-            f" {'a list of columns: give a dict' if is_pair else quote(samples)} instead."
-        )
-    return lengths.pop()
+        found = dict(columns(samples))
+        arrays = {name: column for name, column in found.items() if hasattr(column, "ndim")}
+        lengths = {name: len(column) for name, column in (arrays or found).items()}
+    if len({*lengths.values()}) != 1 or is_list_of_columns:
+        fault = f"has lengths {quote(lengths)}" if len(lengths) > 1 else f"is {quote(samples)}"
+        if is_list_of_columns:
+            fault = "is a list of columns: give a dict"
+        raise InputError(f"`samples` must be a sequence, tensor or dict of these, of one length, but {fault} instead.")
+    return next(iter(lengths.values()))
 
 
 def _are_columns(samples: Sequence[Any]) -> bool:
