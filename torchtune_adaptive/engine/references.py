@@ -50,10 +50,8 @@ def generators_within_reach(start: Any, modules: Iterable[nn.Module] = ()) -> li
     found = itertools.chain(
         _within_reach(start, leads_nowhere=_has_no_generators), *(vars(one).values() for one in modules)
     )
-    are_generators = (
-        one for one in found if isinstance(one, tuple(kinds)) and not isinstance(one, random.SystemRandom)
-    )
-    return list({id(one): one for one in are_generators}.values())
+    generators = (one for one in found if isinstance(one, tuple(kinds)))
+    return list({id(one): one for one in generators if not isinstance(one, random.SystemRandom)}.values())
 
 
 def _within_reach(start: Any, *, leads_nowhere: Callable[[Any], bool]) -> Iterator[Any]:

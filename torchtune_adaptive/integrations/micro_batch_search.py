@@ -75,15 +75,15 @@ class MicroBatchSearch:
         log.info("The micro-batch has %d samples: %s", size, found)
         return size
 
-    def fastest(self, ways: Sequence[Checkpointing], chosen: ChosenCheckpointing) -> int:
-        """Choose the fastest of some ``ways`` to checkpoint, and return the fastest size with it.
+    def fastest(self, model: nn.Module, chosen: ChosenCheckpointing) -> int:
+        """Choose the fastest way to checkpoint ``model``, and return the fastest size with it.
 
         Raises:
             NothingFitsError: not one row fits, however much is checkpointed.
         """
         choices: dict[str, tuple[Checkpointing, int]] = {}
         is_short, why_none = False, ""
-        for way in ways:
+        for way in chosen.ways_of(model):
             if way.needs_less and not is_short:
                 continue
             chosen.choose(way)

@@ -327,8 +327,7 @@ class AdaptiveTrainerMixin(_Trainer):
             batches=batches,
             memory_limit=self._memory_limit,
         )
-        chosen = self._checkpointing
-        size = search.largest() if self._speed is None else search.fastest(chosen.ways_of(model), chosen)
+        size = search.largest() if self._speed is None else search.fastest(model, self._checkpointing)
         self._batches.size = self._batches.whole_size = size
 
     def _whole_step(self, model: Any, micro_batches: Sequence[TrainerBatch]) -> torch.Tensor:

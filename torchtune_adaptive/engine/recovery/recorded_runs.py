@@ -152,7 +152,7 @@ class RecordedRuns:
                     attributes.restore()
                     buffers.restore_on_device()
                 self._ledger.counts = IssuedCounts(groups_of(one for before in recorded for one in before.collectives))
-                recorded.append(self._record(micro_step, is_last=is_last, trial=trial))
+                recorded.append(self._record(micro_step, states, is_last=is_last, trial=trial))
 
         as_last = (False, True) if self.repeats and not only_last else (True,)
         states = fsdp_states(model)
@@ -189,15 +189,16 @@ class RecordedRuns:
         numbers = recorded[0].numbers, recorded[-1].numbers
         return Found(reason, expected, numbers, self._ledger.counts, may_change, used)
 
-    def _record(self, micro_step: Callable[[], object], *, is_last: bool, trial: Trial | None) -> _Recorded:
-        """Run ``micro_step``, and record what it issues."""
+    def _record(
+        self, micro_step: Callable[[], object], states: list[Any], *, is_last: bool, trial: Trial | None
+    ) -> _Recorded:
+        """Run ``micro_step``, and record what it issues. ``states``: FSDP2's of the model."""
         model, ledger = self._loop.model, self._ledger
         ledger.begin(is_last=is_last)
         watched = trial.micro_step() if trial is not None else nullcontext()
         with watched, RecordFunctional(ledger.record) as counter, ledger.running():
             result = micro_step()
         issued, numbers, awaits_another = ledger.issued, ledger.numbers, awaits_another_backward(model)
-        states = fsdp_states(model)
         drop_forward_passes(states)  # parameters that stay whole after a backward pass hide those with gradients
         if trial is not None and is_last:
             trial.note(result)
