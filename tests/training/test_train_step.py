@@ -139,6 +139,18 @@ def test_a_micro_batch_without_weight_adds_nothing_even_if_its_mean_is_not_a_num
     assert (result.weight, result.num_tokens) == (4, 50)
 
 
+def test_the_row_of_a_rank_without_samples_does_not_count_whatever_its_batch_says() -> None:
+    """A `collate_fn` may make labels from tokens, also for a row whose labels are all masked."""
+    model = toy_model()
+    step = step_of(model)
+    silent = step.micro_step(MicroBatch([{"x": 7.0, "weight": 1}], share=0.0))
+    assert model.weight.grad is not None  # FSDP2 reduces gradients on each rank
+    result = finished(step, silent + step.micro_step(MicroBatch(ROWS)))
+    assert model.weight.item() == pytest.approx(W - LR * MEAN_X)
+    assert (result.loss, result.weight, result.num_tokens) == (pytest.approx(W * MEAN_X), 4, 50)
+    assert result.metrics == {"mean_x": pytest.approx(MEAN_X), "one": 1.0}
+
+
 def test_a_metric_named_loss_stands_for_the_loss() -> None:
     model = toy_model()
     step = step_with(model, lambda found: replace(found, metrics={"loss": 3.0 * found.weight, "x": found.weight}))

@@ -43,6 +43,11 @@ class Loss:
         metrics = {name: torch.where(counts, value.detach(), 0.0) for name, value in self.metrics.items()}
         return replace(self, total=torch.where(counts, self.total.detach(), 0.0), metrics=metrics)
 
+    def without_weight(self) -> "Loss":
+        """The loss of a micro-batch that does not count. Its backward pass makes gradients of 0."""
+        num_tokens = None if self.num_tokens is None else self.num_tokens * 0
+        return replace(self, total=self.total * 0, weight=self.weight * 0, num_tokens=num_tokens)
+
     def __add__(self, other: "Loss") -> "Loss":
         small_batches = [one.small_batch for one in (self, other) if one.small_batch is not None]
         return Loss(

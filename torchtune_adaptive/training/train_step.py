@@ -106,7 +106,9 @@ class TrainStep:
         """
         self.phases.enter("forward")
         loss = self.objective(self._batch(micro_batch.rows))  # hooks enter the phase "loss" after the forward pass
-        if loss.is_mean and micro_batch.share != 1:
+        if not micro_batch.share:  # its labels may count: a `collate_fn` may make others than those of the row
+            loss = loss.without_weight()
+        elif loss.is_mean and micro_batch.share != 1:
             loss = replace(loss, total=loss.total * micro_batch.share)
         self.phases.enter("backward")
         self.policy.backward(loss)

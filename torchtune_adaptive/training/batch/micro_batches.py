@@ -19,7 +19,7 @@ class MicroBatch:
     """The rows of one micro-step. In measured steps, the first ones form the small batch, which ends with the last.
 
     Attributes:
-        share: of the rows of torchtune's micro-step; below 1 where that is cut.
+        share: of the rows of torchtune's micro-step; below 1 where that is cut, 0 for a row that does not count.
     """
 
     rows: Sequence[Row]
@@ -187,7 +187,12 @@ class MicroBatcher:
 
     def _micro_batches(self, samples: StepSamples) -> list[MicroBatch]:
         whole = samples.rows_per_micro_step
-        return [MicroBatch(rows, 1.0 if whole is None else len(rows) / whole) for rows in self._cut(samples)]
+        return [
+            MicroBatch(rows, 1.0 if whole is None else len(rows) / whole)
+            if rows
+            else MicroBatch([self.row_format.masked(self.dataset[0])], share=0.0)
+            for rows in self._cut(samples)
+        ]
 
     def _cut(self, samples: StepSamples) -> list[list[Row]]:
         limit, rows = self._step_limit, samples.rows
@@ -201,7 +206,7 @@ class MicroBatcher:
         own = sum(map(self.row_format.own_tokens, rows))
         padded = sum(len(one) * max(lengths[index] for index in one) for one in cuts if one)
         self.step_tokens = (self.step_tokens[0] + own, self.step_tokens[1] + padded)
-        return [[rows[index] for index in one] or [self.row_format.masked(self.dataset[0])] for one in cuts]
+        return [[rows[index] for index in one] for one in cuts]
 
     def _lengths(self, rows: Sequence[Row]) -> list[int]:
         return [self.row_format.padded_tokens(row) for row in rows]
