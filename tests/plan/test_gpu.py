@@ -49,7 +49,7 @@ def test_amds_gpus_hold_more_outside_the_allocator() -> None:
     ("text", "expandable", "lacking"),
     [
         ("", False, ""),
-        ("pinned_use_background_threads:True, expandable_segments:true", True, ""),
+        ("pinned_use_background_threads:True, expandable_segments:True", True, ""),
         (" expandable_segments : True ", True, ""),
         ("expandable_segments:False", False, ""),
         ("backend:native", False, ""),
@@ -69,6 +69,12 @@ def test_the_allocators_settings_are_those_of_the_environment(
     overhead = Card.named("H100").overhead(1)
     assert overhead.expandable == expandable
     assert overhead.note.startswith(f"Reserved bytes are those without {lacking}, ") if lacking else not overhead.note
+
+
+def test_a_setting_with_which_torch_does_not_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:true")
+    with pytest.raises(InputError, match=r"takes `expandable_segments:True` or `False`, but has 'true'\.$"):
+        Card.named("H100")
 
 
 # ---- known GPUs

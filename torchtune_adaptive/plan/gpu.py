@@ -13,7 +13,7 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -165,6 +165,7 @@ _ON_AMD = (7168 * _MIB, 7680 * _MIB)
 _NUM_WORKSPACES = 2  # the threads of forward and backward passes multiply matrices
 # How far reserved bytes may be off, as a fraction of them; see benchmarks/results/plan_accuracy_simulated.md.
 _UNCERTAINTY = 0.01
+_EXPANDABLE = "expandable_segments"
 # Settings of torch's allocator that its model lacks.
 _NOT_MODELLED = (
     *("max_split_size_mb", "max_non_split_rounding_mb", "large_segment_size_mb", "roundup_power2_divisions"),
@@ -173,9 +174,16 @@ _NOT_MODELLED = (
 
 
 def _allocator_settings() -> dict[str, str]:
-    """The settings of torch's allocator in this process, which are those of the run. Blanks do not count in them."""
+    """The settings of torch's allocator in this process, which are those of the run. Blanks do not count in them.
+
+    Raises:
+        InputError: with them torch does not start.
+    """
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    return dict(re.findall(r"([^,:]+):(\[[^]]*\]|[^,]*)", "".join(text.split())))  # a list has commas and colons
+    settings = dict(re.findall(r"([^,:]+):(\[[^]]*\]|[^,]*)", "".join(text.split())))  # a list has commas and colons
+    if (value := settings.get(_EXPANDABLE, "False")) not in ("True", "False"):
+        raise InputError(f"torch's allocator takes `{_EXPANDABLE}:True` or `False`, but has {value!r}.")
+    return settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,10 +220,12 @@ class Card:
     Attributes:
         name: as the user gave it.
         memory_bytes: memory that a process can use; None if only the allocator's limit is known.
+        allocator: the settings of torch's allocator.
     """
 
     name: str
     memory_bytes: int | None = None
+    allocator: Mapping[str, str] = field(default_factory=_allocator_settings)
 
     @classmethod
     def named(cls, text: str) -> "Card":
@@ -239,16 +249,15 @@ class Card:
         else:
             nccl = _NCCL if world_size > 1 else _ONE_RANK_NCCL if has_group else (0, 0)
             least, most = (_MIB * context + added for context, added in zip(gpu.context_mib, nccl, strict=True))
-        settings = _allocator_settings()
         lacking = ", ".join(
-            f"{key}:{value}" for key, value in settings.items() if key in _NOT_MODELLED and value != "native"
+            f"{key}:{value}" for key, value in self.allocator.items() if key in _NOT_MODELLED and value != "native"
         )
         return Overhead(
             least_outside_bytes=least,
             most_outside_bytes=most,
             workspaces=(gpu.workspace_bytes,) * _NUM_WORKSPACES,
             threads=gpu.threads,
-            expandable=settings.get("expandable_segments", "").lower() == "true",
+            expandable=self.allocator.get(_EXPANDABLE) == "True",
             uncertainty=_UNCERTAINTY,
             caches=True,
             note=f"Reserved bytes are those without {lacking}, which the model of the allocator lacks."
