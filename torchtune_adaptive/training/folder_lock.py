@@ -88,10 +88,16 @@ class FolderLock:
         self.claim(self.last_run)
 
     def claim(self, run_id: str) -> None:
-        """Note that from now on the run ``run_id`` writes here."""
+        """Note that from now on the run ``run_id`` writes here.
+
+        What is noted is written over: a file that is emptied first may find its space taken on a full disk, and then
+        names no run at all.
+        """
         lines = [f"process {os.getpid()} on {socket.gethostname()}", *([_RUN + run_id] if run_id else [])]
+        content = "".join(f"{line}\n" for line in lines).encode()
         with contextlib.suppress(OSError):  # a full disk
-            self._file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            os.pwrite(self._open.descriptor, content, 0)
+            os.truncate(self._open.descriptor, len(content))
 
     def check(self) -> None:
         """Check that the folder at the path is the locked one.

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -215,6 +216,21 @@ def test_a_folder_that_comes_back_is_the_same(tmp_path: Path) -> None:
         folder.check()
     (tmp_path / "away").rename(tmp_path / "disk")
     folder.check()
+
+
+def test_on_a_full_disk_the_lock_still_names_the_last_run(tmp_path: Path) -> None:
+    """As where the space that an emptied file had is taken at once: files may have no bytes here."""
+    FolderLock(tmp_path).claim("run_1")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        lock = FolderLock(tmp_path)
+        lock.claim("run_1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (lock.last_run, FolderLock(tmp_path).last_run) == ("run_1", "run_1")
+    lock.claim("")  # shorter
+    assert FolderLock(tmp_path).last_run == ""
 
 
 def test_a_forked_process_does_not_get_the_lock_of_the_run(tmp_path: Path) -> None:
