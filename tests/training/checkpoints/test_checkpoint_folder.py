@@ -315,6 +315,14 @@ def test_the_last_checkpoints_of_steps_are_kept_and_all_of_epochs(folder: Checkp
     assert len(list(folder.path.iterdir())) == 4
 
 
+def test_a_checkpoint_that_cannot_be_removed_keeps_no_other_one(folder: CheckpointFolder) -> None:
+    for name in ("step_1", "step_2", "step_3", "step_4"):
+        save(folder, name)
+    with FullDisk(Path, "rename"), pytest.raises(OSError, match="No space left"):
+        folder.prune(1)
+    assert names(folder) == ["step_1", "step_4"]
+
+
 def test_a_partly_removed_checkpoint_is_not_listed(folder: CheckpointFolder, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("step_1", "step_2"):
         save(folder, name)

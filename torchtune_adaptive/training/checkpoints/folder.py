@@ -214,12 +214,22 @@ class CheckpointFolder:
             return f" (no folder {self.path})"
 
     def prune(self, keep: int) -> None:
-        """Keep the last ``keep`` checkpoints of steps of the latest run, and remove its older ones."""
+        """Keep the last ``keep`` checkpoints of steps of the latest run, and remove its older ones.
+
+        Raises:
+            OSError: one cannot be removed; the others are.
+        """
         found = self.checkpoints()
         steps = [one.path for one in found if one.is_of_step and one.run_id == found[-1].run_id]
+        failures: list[OSError] = []
         for path in steps[:-keep]:
             self.check()
-            _clear(self._set_aside(path, _REMOVED), keeps_in=path)
+            try:
+                _clear(self._set_aside(path, _REMOVED), keeps_in=path)
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def drop_recipe_states(self, latest: Path) -> None:
         """Remove torchtune's optimizer state from the epochs of a run, except from its ``latest``.
