@@ -75,6 +75,14 @@ def test_a_reader_that_has_read_enough_ends_a_command_without_an_error(
     assert ended.value.code == 0
 
 
+def test_output_on_a_full_disk_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            main(["cp", "tiny/full", str(tmp_path)])
+    assert ended.value.code == "tune-adaptive cp: Standard output cannot be written: No space left on device."
+
+
 def test_closed_output_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(SystemExit) as ended:

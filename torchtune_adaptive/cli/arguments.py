@@ -1,6 +1,7 @@
 """Helpers that the commands' parsers share."""
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from torchtune_adaptive.errors import InputError, quote, require_integer
 from torchtune_adaptive.output import escape_unknown_characters, filter_messages
 
 PROGRAM = "tune-adaptive"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # argparse has no public name for it
 
 
@@ -35,7 +37,17 @@ def program(arguments: Sequence[str]) -> Iterator[None]:
     except InputError as error:
         sys.exit(f"{' '.join([PROGRAM, *arguments[:1]])}: {error}")
     except BrokenPipeError:  # the reader of the output has stopped early, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
+        _drop_output()
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:  # not of standard output
+            raise
+        _drop_output()
+        sys.exit(f"{' '.join([PROGRAM, *arguments[:1]])}: Standard output cannot be written: {error.strerror}.")
+
+
+def _drop_output() -> None:
+    """Send to nowhere what Python still writes to standard output at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _require_working_directory() -> None:
