@@ -1,6 +1,7 @@
 """`tune-adaptive fastest` leaves the config that trains fastest, and says how to train with it."""
 
 import itertools
+import re
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.support.checkout import environment
+from tests.support.full_disk import FullDisk
 from tests.support.program import Program
 from tests.support.recipe_runs import SHALLOW, adaptive_recipe, finished, shallow_assets, tiny_config
 from tests.support.toys import search_result
@@ -38,6 +40,7 @@ class SetUps:
         self.stops_at: int | None = None
         self.fails_with = ""
         self.fails_from: int | None = None  # a launch
+        self.logs_no_search_from: int | None = None  # a launch
         self.seconds: tuple[float, ...] = (1.0,)
         self.rows: Iterator[int] = itertools.repeat(8)
 
@@ -55,7 +58,8 @@ class SetUps:
         run_log = RunLog(folder, writes=True)
         run_log.begin(step=0, search_only=True)
         timings = {"4 rows": Timing(self.seconds, 50), "8 rows": Timing(self.seconds, rate)}
-        run_log.search(search_result(), step=0, seq_len=64, timings=timings)
+        if self.logs_no_search_from is None or len(self.launched) < self.logs_no_search_from:
+            run_log.search(search_result(), step=0, seq_len=64, timings=timings)
         found = OmegaConf.merge(
             cfg, {"batch_size": next(self.rows), "use_maximum_batch_size": False, "adaptive": {"objective": "memory"}}
         )
@@ -150,6 +154,43 @@ def test_a_folder_that_cannot_be_written_is_said(set_ups: SetUps, tmp_path: Path
         "tune-adaptive fastest: The config cannot be timed as it is: `output_dir` cannot be written: folder "
     )
     assert ended.err.count("\n") == 1
+
+
+def test_what_was_found_is_printed_also_if_the_config_with_it_cannot_be_written(
+    set_ups: SetUps, tmp_path: Path, program: Program
+) -> None:
+    with FullDisk(fastest, "write_atomically"):
+        ended = program("fastest", "--try", "checkpointing", *given(tmp_path, CHECKPOINTED))
+    assert ended.status == 1
+    assert re.search(r"^no checkpointing +8 rows .* yes$", ended.out, re.M)
+    assert ended.err == (
+        f"tune-adaptive fastest: `output_dir` cannot be written: folder '{tmp_path}': No space left on device.\n"
+    )
+
+
+def test_a_set_up_whose_log_was_lost_costs_only_itself(set_ups: SetUps, tmp_path: Path, program: Program) -> None:
+    """As on a disk that was full for a while."""
+    set_ups.logs_no_search_from = 2
+    ended = program("fastest", "--try", "checkpointing", *given(tmp_path, CHECKPOINTED))
+    assert ended.status == 0
+    assert f"- no checkpointing: The log in {tmp_path / 'fastest' / '1'} has no search\n" in ended.out
+    assert load_config(str(tmp_path / "found.yaml")).enable_activation_checkpointing
+
+
+def test_lost_output_does_not_end_the_search(tmp_path: Path) -> None:
+    """The config with what was found is what counts."""
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom tests.cli.test_fastest_command import SetUps, given\n"
+        "from torchtune_adaptive.cli import fastest, main\nfrom torchtune_adaptive.fastest import set_up\n"
+        "set_up._run, fastest.planned_rows = SetUps(), lambda *_: 20\n"
+        "main(['fastest', '--try', 'checkpointing', *given(Path(sys.argv[1]))])"
+    )
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path)], env=environment(), stdout=full, stderr=subprocess.PIPE
+        )
+    assert (ended.returncode, (tmp_path / "found.yaml").exists()) == (0, True), ended.stderr
+    assert b"Standard output cannot be written: No space left on device." in ended.stderr
 
 
 def test_why_the_config_as_it_is_cannot_run_is_said(set_ups: SetUps, tmp_path: Path, program: Program) -> None:

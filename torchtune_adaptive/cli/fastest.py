@@ -13,6 +13,7 @@ from torchtune_adaptive.cli.search import check_recipe, cleared_found_path, conf
 from torchtune_adaptive.errors import InputError, quote, require_integer, require_one_of
 from torchtune_adaptive.fastest.changes import KINDS, questions_of
 from torchtune_adaptive.files import write_atomically, writing
+from torchtune_adaptive.output import tolerate_lost_output
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.checks import check_config
 from torchtune_adaptive.stock.configs import data_parallel_ranks, resolved
@@ -51,6 +52,7 @@ def run_fastest(arguments: Sequence[str]) -> None:
     Raises:
         InputError: a value is refused, or the config as it is cannot be timed.
     """
+    tolerate_lost_output()  # the result is also in a file
     options, rest = _own_options(arguments)
     torchrun_options, recipe, recipe_args = recipe_in(rest)
     check_recipe(recipe)
@@ -92,10 +94,10 @@ def run_fastest(arguments: Sequence[str]) -> None:
     if not best.timings:
         tried = "".join(f", nor with {one.words}" for one in climb.outcomes[1:] if one.seconds)
         raise InputError(f"The config cannot be timed as it is{tried}: {best.why_not}.")
+    print(f"\n{summary(climb.outcomes, best)}\n", flush=True)  # before what may fail
     with writing("output_dir", path.parent, kind="folder"):
         header = f"# The settings that train fastest of those that were tried: {best.words}, {best.micro_batch}\n"
         write_atomically(path, header + OmegaConf.to_yaml(set_ups.found_config(best)))
-    print(f"\n{summary(climb.outcomes, best)}\n")
     if was_stopped:
         print("Stopped before all was tried: this is the fastest so far.")
     if hint := _hint(whole):

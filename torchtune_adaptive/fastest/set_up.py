@@ -75,12 +75,22 @@ class SetUps:
         if status or not (folder / FOUND_NAME).is_file():
             why_not = self._why(folder)
             return replace(outcome, why_not=why_not, is_short_of_memory=NOTHING_FITS_ADVICE in why_not)
-        search = self.search_of(outcome)
+        try:
+            search = self.search_of(outcome)
+        except InputError as error:
+            return replace(outcome, why_not=str(error).rstrip("."))
         return with_search(outcome, search.result, search.timings)
 
     def search_of(self, outcome: Outcome) -> Search:
-        """The search of a set-up that was measured."""
-        return read_run(outcome.folder).searches[-1]
+        """The search of a set-up that was measured.
+
+        Raises:
+            InputError: the set-up has not logged it, as on a disk that was full for a while.
+        """
+        searches = read_run(outcome.folder).searches
+        if not searches:
+            raise InputError(f"The log in {outcome.folder} has no search.")
+        return searches[-1]
 
     def found_config(self, outcome: Outcome) -> DictConfig:
         """The config that trains with what the set-up has found."""
