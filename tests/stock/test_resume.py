@@ -187,6 +187,12 @@ def test_a_run_that_has_trained_all_epochs_is_over(run: Run) -> None:
     assert (str(end.value), end.value.status) == (f"The run is complete: {path} is its last checkpoint.", 0)
 
 
+def test_a_search_for_a_run_that_is_over_is_refused_because_it_would_find_nothing(run: Run) -> None:
+    path = run.save("epoch_3", epochs_run=4)
+    with pytest.raises(InputError, match=re.escape(f"needs a run to continue. The run is complete: {path} is its")):
+        run.find("auto", adaptive={"search_only": True})
+
+
 def test_torchtunes_own_checkpoint_is_taken_if_it_has_more_epochs(run: Run) -> None:
     path = run.folder.path
     state = path / "recipe_state" / "recipe_state.pt"

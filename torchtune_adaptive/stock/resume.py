@@ -83,7 +83,8 @@ def find_checkpoint(
 
     Raises:
         InputError: another run uses the folder, there is no such checkpoint, some rank does not see it, it is of
-            another method, or the run would overwrite steps of another one; on all ranks.
+            another method, the run would overwrite steps of another one, or a search is asked for whose run is
+            complete; on all ranks.
         RunEnded: training is already complete; on all ranks.
     """
     wanted, in_background = cfg.get("resume_from_checkpoint", False), cfg.get("enable_async_checkpointing", False)
@@ -101,7 +102,14 @@ def find_checkpoint(
         if not wanted:
             return _check_no_steps(folder, wanted)
         stock = stock_checkpoint(folder.path, in_background=in_background, run_id=last_run, changed=changed)
-        return _Found(folder, found, stock, last_run, changed).latest(wanted, is_last)
+        try:
+            return _Found(folder, found, stock, last_run, changed).latest(wanted, is_last)
+        except RunEnded as end:
+            if not OmegaConf.select(cfg, "adaptive.search_only"):
+                raise
+            raise InputError(
+                f"A search with `resume_from_checkpoint: {wanted}` needs a run to continue. {end}"
+            ) from end
 
     while (checkpoint := consensus.ask_rank_zero(find)) is not None:
         path = checkpoint.path.absolute()
