@@ -715,13 +715,14 @@ def _verdicts(rank: int) -> dict[str, str]:
         except CannotRecoverError as error:
             found[f"{name}, left behind"] = str(error)
         step.close()
-        model = wrap(net())
-        step = RecoverableStep(model, partial(_skipping, model), micro_batch_size=4)
-        try:
-            step.dry_run(ROWS)
-        except CannotRecoverError as error:
-            found[f"{name}, skipped"] = str(error)
-        step.close()
+        for case, micro_step in (("skipped", _skipping), ("added twice", _adding_twice)):
+            model = wrap(net())
+            step = RecoverableStep(model, partial(micro_step, model), micro_batch_size=4)
+            try:
+                step.dry_run(ROWS)
+            except CannotRecoverError as error:
+                found[f"{name}, {case}"] = str(error)
+            step.close()
     model = _sharded(net())
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
@@ -738,6 +739,14 @@ def _skipping(model: nn.Module, rows: torch.Tensor) -> None:
         total_loss(model, rows).backward()
 
 
+def _adding_twice(model: nn.Module, rows: torch.Tensor) -> None:
+    """Tries again, with the gradients that the first backward pass has left."""
+    try:
+        total_loss(model, rows).backward()
+    except torch.OutOfMemoryError:
+        total_loss(model, rows).backward()
+
+
 def test_all_ranks_have_the_same_verdict() -> None:
     one, other = run_on_ranks(_verdicts, 2)
     broken = {name: (one.pop(name), other.pop(name)) for name in list(one) if "broken" in name}
@@ -746,8 +755,8 @@ def test_all_ranks_have_the_same_verdict() -> None:
     assert "takes the gradient" in one.pop("hook")
     expected = {"sum": "recovers", "mixed": "mixes the samples", "random": "recovers"}
     expected["left behind"] = "a micro-step that ends halfway changes the next one"
-    expected["skipped"] = "catches out-of-memory errors itself"
-    refused = {f"{kind}, {why}" for kind in ("DDP", "FSDP2") for why in ("left behind", "skipped")}
+    expected["skipped"] = expected["added twice"] = "catches out-of-memory errors itself"
+    refused = {f"{kind}, {why}" for kind in ("DDP", "FSDP2") for why in ("left behind", "skipped", "added twice")}
     assert refused <= one.keys()
     expected["alone"] = "a micro-step fails on one sample alone (RuntimeError: too few rows)"
     for name, verdict in one.items():

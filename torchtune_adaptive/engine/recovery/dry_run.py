@@ -203,7 +203,8 @@ class _Trials:
         """Run the first micro-step up to its backward pass, to the middle of its forward pass and to the end of it.
 
         Raises:
-            CannotRecoverError: it does not end there, and has other gradients than ``before``. Raised on every rank.
+            CannotRecoverError: it does not end there, and has other gradients than ``before``, or fails as it goes on: a
+                gradient that has already been averaged grows. Raised on every rank.
         """
         in_backward = Interruption(self._loop.model)
         self._interrupt(in_backward, before)
@@ -214,9 +215,13 @@ class _Trials:
         consensus, trial = self._loop.consensus, self._new()
         micro_steps = [partial(interruption.run, self._micro_steps[0])]
         found = self._runs.run(micro_steps, trial=trial, only_last=True, leaves_garbage=leaves_garbage)
-        if found is None or before is None or not consensus.any_rank(interruption.has_struck):
+        if before is None or not consensus.any_rank(interruption.has_struck):
             return
-        if not before.is_like(trial, consensus, exactly=True):
+        if found is None:
+            has_others = consensus.any_rank(interruption.goes_on)
+        else:
+            has_others = not before.is_like(trial, consensus, exactly=True)
+        if has_others:
             raise cannot_recover(
                 "`micro_step` catches out-of-memory errors itself, and goes on with other gradients: let them pass"
             )

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from torchtune_adaptive.engine.memory.out_of_memory import is_out_of_memory
+
 
 class Interruption:
     """Ends micro-steps as an out-of-memory error does.
@@ -20,6 +22,7 @@ class Interruption:
     Attributes:
         calls: how many calls of modules there were in the forward pass.
         has_struck: whether a micro-step has come to the place where it is to end.
+        goes_on: whether it has called modules after that, and has ended with an error of another kind.
     """
 
     def __init__(self, model: nn.Module, *, after: int | None = None) -> None:
@@ -27,8 +30,10 @@ class Interruption:
         self._after = after
         self._is_under_way = False
         self._is_hooked = False
+        self._is_called_again = False
         self.calls = 0
         self.has_struck = False
+        self.goes_on = False
 
     def run(self, micro_step: Callable[[], Any]) -> None:
         """Run ``micro_step`` to the place where it is to end.
@@ -41,10 +46,17 @@ class Interruption:
                 hooks.callback(module.register_forward_hook(self._after_call).remove)
             self._is_under_way = True
             hooks.callback(setattr, self, "_is_under_way", False)  # the graph of a loss that is left has its hook
-            micro_step()
+            try:
+                micro_step()
+            except Exception as error:
+                self.goes_on = self._is_called_again and not is_out_of_memory(error)
+                raise
 
     def _after_call(self, _: nn.Module, __: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # computed once more, in a backward pass
+            return
+        if self.has_struck:
+            self._is_called_again = True
             return
         self.calls += 1
         if self.calls == self._after:
