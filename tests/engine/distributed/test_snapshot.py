@@ -17,6 +17,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 
 from tests.engine.test_optimizers import picture
 from tests.support.faults import same_bits
+from torchtune_adaptive.engine.distributed.attributes import KeptAttributes
 from torchtune_adaptive.engine.distributed.snapshot import (
     KeptBuffers,
     KeptTensors,
@@ -312,3 +313,19 @@ def test_generators_of_a_data_sets_own_are_restored_also_after_an_error() -> Non
         raise KeyError
     assert inner.draw() == expected
     assert inner.draw() != expected
+
+
+def test_parameters_that_a_module_lists_are_no_attributes_to_restore() -> None:
+    class Listing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.listed = list(self.layer.parameters())  # as `DistributedDataParallel` does
+
+    model = Listing()
+    kept = KeptAttributes([model])
+    with torch.no_grad():
+        model.layer.weight.fill_(3.0)
+    kept.restore()
+    assert (model.layer.weight == 3.0).all()
+    assert model.listed[0] is model.layer.weight

@@ -210,7 +210,8 @@ def _within(value: Any, known: set[int]) -> tuple[list[Any], list[torch.Tensor]]
             if not _costs_little(part):
                 return None
             if isinstance(part, torch.Tensor):
-                tensors.append(part)
+                if not isinstance(part, nn.Parameter):  # a `DistributedDataParallel` lists those of its model
+                    tensors.append(part)
             elif type(part) is tuple or _content(part) is not None:
                 waiting.append(part)
     known |= met
