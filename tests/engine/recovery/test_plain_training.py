@@ -282,6 +282,13 @@ def _what_cannot_work_is_refused_by_name(rank: int) -> None:
         change(training)
         with pytest.raises(CannotRecoverError, match=re.escape(sentence)):
             training.recovering(LARGE)
+    late = Training(Variant())
+    step = late.recoverable(LARGE)
+    step(late.rows(0))
+    late.update()
+    hook(late)
+    with pytest.raises(CannotRecoverError, match=re.escape(of_ddp("a communication hook"))):
+        step(late.rows(1))
 
 
 def _what_differs_between_ranks_is_refused_on_each(rank: int) -> None:

@@ -4,6 +4,7 @@ import itertools
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Assumptions:
@@ -13,6 +14,7 @@ class Assumptions:
         self._model = model
         self._is_trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
         self._batch_norms = [(one, one.training) for one in model.modules() if isinstance(one, _BatchNorm)]
+        self._hooks = model._comm_hooks if isinstance(model, DistributedDataParallel) else []  # none: they are refused
         self.see_modules()
 
     def see_modules(self) -> None:
@@ -29,6 +31,8 @@ class Assumptions:
             return "parameters were frozen or unfrozen"  # other collectives reduce gradients
         if any(module.training is not was for module, was in self._batch_norms):
             return "a batch norm has changed its mode"  # samples may be mixed
+        if self._hooks:
+            return "a communication hook was registered"
         return ""
 
     def has_gradients(self) -> bool:

@@ -203,8 +203,8 @@ class _Trials:
         """Run the first micro-step up to its backward pass, to the middle of its forward pass and to the end of it.
 
         Raises:
-            CannotRecoverError: it does not end there, and has other gradients than ``before``, or fails as it goes on: a
-                gradient that has already been averaged grows. Raised on every rank.
+            CannotRecoverError: it goes on, and then has other gradients than ``before``, or fails, as where a gradient
+                grows that has been averaged. Raised on every rank.
         """
         in_backward = Interruption(self._loop.model)
         self._interrupt(in_backward, before)
