@@ -5,10 +5,12 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -196,6 +198,42 @@ class Routed(Balanced):
         return rows
 
 
+class Phase(Enum):
+    FIRST, SECOND, THIRD = 1, 2, 3
+
+
+class Mean(NamedTuple):
+    value: torch.Tensor
+    number: int
+
+
+@dataclass(slots=True)
+class Total:
+    value: float = 0.0
+
+
+class Measured(nn.Module):
+    """States in numbers and arrays of NumPy, a member of an enum, a named tuple, a tuple with a list, and slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.largest, self.total = Phase.FIRST, np.float32(1.0), Total()
+        self.sums, self.mean, self.nested = np.zeros(WIDTH, np.float32), Mean(torch.zeros(WIDTH), 0), (0, [0])
+
+    def forward(self, rows: Rows) -> Rows:
+        before = torch.from_numpy(self.sums.copy()) + float(self.largest) + self.total.value + self.phase.value
+        before = (before + self.mean.value + self.nested[1][0]) / 100
+        sums = rows.detach().sum((0, 1))
+        self.sums *= 0.5
+        self.sums += sums.numpy()
+        self.largest = np.float32(0.5) * self.largest + np.float32(sums.abs().max().item())
+        self.total.value += 1.0
+        self.phase = Phase(self.phase.value % 3 + 1)
+        self.mean = Mean(self.mean.value / 2 + sums, self.mean.number + 1)
+        self.nested[1][0] += 1
+        return rows + before
+
+
 def with_losses_by_kind(model: Any, rows: Rows) -> torch.Tensor:
     by_kind = model[3].by_kind
     total = model(rows).square().sum() + sum(by_kind["square"]) + sum(by_kind["sum"])
@@ -256,6 +294,7 @@ CASES: dict[str, tuple[type[nn.Module], Loss | type[LossOfItsOwn]]] = {
     "a buffer without a shape": (Observer, plain),
     "a tensor in an attribute that was None": (Late, plain),
     "tensors in a tuple and a list": (Paired, plain),
+    "numbers and arrays of NumPy, an enum, a named tuple, slots": (Measured, plain),
     "a loss with a buffer that the model lacks": (nn.Identity, LossOfItsOwn),
     "losses in a list, counts in a dict, and a history": (Balanced, with_auxiliary_losses),
     "losses in lists within a dict, counts in objects and a tuple": (Routed, with_losses_by_kind),

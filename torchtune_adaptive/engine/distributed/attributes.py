@@ -2,9 +2,12 @@
 
 import collections
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import is_dataclass
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import cache
+from numbers import Number
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -82,12 +85,12 @@ class KeptAttributes:
     """What a step may leave changed in modules beside tensors, above all if it fails halfway.
 
     These are the modes of modules; in modules of the user's own classes, plain attributes such as flags and counters,
-    tuples of them and of tensors, and lists, dicts, sets, deques and dataclasses, also one within another; small
-    tensors within these; which parameters need gradients; and whether this thread computes gradients. What is within an
-    object of another class is not restored; nor is a list with the result of an earlier step, which would then keep its
-    memory. Attributes and buffers that a step adds are removed, so that the next step adds them again, unless they hold
-    another object. Hooks of modules that a step adds stay, and so do their handles, and flags that have become True
-    together with them: transformers sets one to install its hooks only once.
+    also NumPy's numbers, and tuples, lists, dicts, sets, deques and dataclasses, also one within another; small tensors
+    within these, and small arrays of NumPy; which parameters need gradients; and whether this thread computes
+    gradients. What is within an object of another class is not restored; nor is a list with the result of an earlier
+    step, which would then keep its memory. Attributes and buffers that a step adds are removed, so that the next step
+    adds them again, unless they hold another object. Hooks of modules that a step adds stay, and so do their handles,
+    and flags that have become True together with them: transformers sets one to install its hooks only once.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -111,7 +114,7 @@ class KeptAttributes:
             self._names = names
             self._places = [(holder, name) for holder in self._holders for name in holder if name not in _INTERNAL]
         self._values: list[Any] = [holder[name] for holder, name in self._places]
-        self._containers, tensors, known = list[Any](), list[torch.Tensor](), set[int]()
+        self._containers, tensors, known = list[Any](), list[Any](), set[int]()
         for index in [index for index, value in enumerate(self._values) if type(value) not in _PLAIN]:
             found = _within(self._values[index], known)
             if found is None:
@@ -120,7 +123,7 @@ class KeptAttributes:
                 self._containers += found[0]
                 tensors += found[1]
         self._copies = [one.copy() for one in self._containers]
-        self._tensors = [(one, one.detach().clone()) for one in {id(one): one for one in tensors}.values()]
+        self._tensors = [(one, _copy_of(one)) for one in {id(one): one for one in tensors}.values()]
 
     def restore(self) -> None:
         """Restore what was kept, any number of times."""
@@ -143,7 +146,7 @@ class KeptAttributes:
                 (container.extend if hasattr(container, "extend") else container.update)(kept)
         with torch.no_grad():
             for tensor, copied in self._tensors:
-                tensor.copy_(copied)
+                tensor[...] = copied
 
     def _restore_settings(self) -> None:
         torch.set_grad_enabled(self._computes_gradients)
@@ -158,6 +161,33 @@ class KeptAttributes:
         return any(number >= self._first_new_hook for numbers in hooks for number in numbers)
 
 
+class _Slots:
+    """The attributes of a dataclass with slots, as a container."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.copy().values())
+
+    def copy(self) -> dict[str, Any]:
+        names = (one.name for one in fields(self._owner))
+        return {name: getattr(self._owner, name) for name in names if hasattr(self._owner, name)}
+
+    def clear(self) -> None:
+        for name in self.copy():
+            object.__delattr__(self._owner, name)
+
+    def update(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            object.__setattr__(self._owner, name, value)
+
+
+def _copy_of(value: Any) -> Any:
+    """A copy of a tensor or an array."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value.copy()
+
+
 def _values_in(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
 
@@ -169,32 +199,39 @@ def _content(value: Any) -> Any:
     """
     if type(value) in _CONTAINERS:
         return value
-    return vars(value) if _is_data(type(value)) else None
+    if not _is_data(type(value)):
+        return None
+    return vars(value) if hasattr(value, "__dict__") else _Slots(value)
 
 
 @cache
 def _is_data(kind: type) -> bool:
-    """Whether ``kind`` is a dataclass or a namespace whose attributes are in a dict."""
-    return (is_dataclass(kind) or issubclass(kind, SimpleNamespace)) and kind.__dictoffset__ != 0
+    """Whether ``kind`` is a dataclass, whose attributes are in a dict or all in slots, or a namespace."""
+    if issubclass(kind, SimpleNamespace):
+        return True
+    has_only_slots = all("__slots__" in vars(one) for one in kind.__mro__[:-1])
+    return is_dataclass(kind) and (kind.__dictoffset__ != 0 or has_only_slots)
 
 
-def _within(value: Any, known: set[int]) -> tuple[list[Any], list[torch.Tensor]] | None:
-    """The containers that ``value`` is or has, at any depth, and the tensors in them.
+def _within(value: Any, known: set[int]) -> tuple[list[Any], list[Any]] | None:
+    """The containers that ``value`` is or has, at any depth, and the tensors and arrays in them.
 
     None if it is another object, or has a tensor that costs memory.
 
     Args:
         known: the identities of what was met before, which is left out; it grows.
     """
-    if id(value) in known:
+    if id(value) in known or _is_plain(value):
         return [], []
+    if _is_small_array(value):
+        return [], [value]
     first = _content(value)
-    if first is None and not _is_plain_tuple(value):
+    if first is None and not isinstance(value, tuple | frozenset):
         return None
     if first is not None and _PLAIN.issuperset(map(type, _values_in(first))):  # as most are
         known.add(id(value))
         return [first], []
-    containers, tensors, met = list[Any](), list[torch.Tensor](), set[int]()
+    containers, tensors, met = list[Any](), list[Any](), set[int]()
     waiting = [value]
     for one in waiting:
         parts = one
@@ -212,7 +249,9 @@ def _within(value: Any, known: set[int]) -> tuple[list[Any], list[torch.Tensor]]
             if isinstance(part, torch.Tensor):
                 if not isinstance(part, nn.Parameter):  # a `DistributedDataParallel` lists those of its model
                     tensors.append(part)
-            elif type(part) is tuple or _content(part) is not None:
+            elif _is_small_array(part):
+                tensors.append(part)
+            elif isinstance(part, tuple) or _content(part) is not None:
                 waiting.append(part)
     known |= met
     return containers, tensors
@@ -223,16 +262,31 @@ def _costs_little(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or (_can_be_set(value) and value.nbytes <= SMALL_BYTES)
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` stays as it is: a number of any class, also NumPy's, a text, a member of an enum."""
+    if type(value) in _PLAIN or isinstance(value, Number | Enum):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)  # its flags are no `Number`
+
+
+def _is_small_array(value: Any) -> bool:
+    """Whether ``value`` is an array of NumPy that can be kept in each step, and changed in place."""
+    numpy = sys.modules.get("numpy")
+    is_array = numpy is not None and isinstance(value, numpy.ndarray)
+    return is_array and value.flags.writeable and value.nbytes <= SMALL_BYTES
+
+
 def _is_plain_tuple(value: Any) -> bool:
     """Whether ``value`` is a tuple of plain values, and of tensors that cost little."""
-    return type(value) is tuple and all(
-        type(one) in _PLAIN or (isinstance(one, torch.Tensor) and _costs_little(one)) for one in value
+    return isinstance(value, tuple) and all(
+        _is_plain(one) or (isinstance(one, torch.Tensor) and _costs_little(one)) for one in value
     )
 
 
 def _can_be_removed(value: Any) -> bool:
     """Whether a step that has set an attribute to ``value`` will set it again once it is gone."""
-    is_plain = type(value) in _PLAIN or _is_plain_tuple(value)
+    is_plain = _is_plain(value) or _is_plain_tuple(value) or _is_small_array(value)
     return is_plain or isinstance(value, torch.Tensor) or _content(value) is not None
 
 
