@@ -1,11 +1,12 @@
 """What a function or an object refers to: by its variables, or by those of functions and objects that it refers to."""
 
+import inspect
 import itertools
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 _MOST_ITEMS = 64  # of a list or dict that is looked into; a larger one has data
 _MOST_OBJECTS = 10_000
 _DEPTH = 6  # of references from one object to another
+_WITHOUT_OWN_GENERATORS = frozenset({"torch", "numpy", "random"})  # their global ones are restored anyway
+_WITHOUT_METHODS = (type(None), bool, int, float, str, list, dict, tuple, type, types.FunctionType, types.ModuleType)
 
 
 def modules_within_reach(model: nn.Module, function: Callable[..., Any]) -> list[nn.Module]:
@@ -38,7 +41,7 @@ def generators_within_reach(start: Any, modules: Iterable[nn.Module] = ()) -> li
     """The random generators of Python, NumPy and torch that ``start`` refers to: a function, an object, or several.
 
     Args:
-        modules: generators in their attributes, too.
+        modules: generators in their attributes, too, and those that their forward passes refer to.
 
     >>> generator = random.Random(0)
     >>> generators_within_reach(lambda: generator.random()) == [generator]
@@ -47,8 +50,12 @@ def generators_within_reach(start: Any, modules: Iterable[nn.Module] = ()) -> li
     kinds: list[type] = [random.Random, torch.Generator]
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += [numpy.random.Generator, numpy.random.RandomState]
+    modules = list(modules)
+    forward_passes = {type(one): one.forward for one in modules if not _is_of_torch(type(one))}
     found = itertools.chain(
-        _within_reach(start, leads_nowhere=_has_no_generators), *(vars(one).values() for one in modules)
+        _within_reach(start, leads_nowhere=_has_no_generators),
+        _within_reach(list(forward_passes.values())[:_MOST_ITEMS], leads_nowhere=_has_no_generators),
+        *(vars(one).values() for one in modules),
     )
     generators = (one for one in found if isinstance(one, tuple(kinds)))
     return list({id(one): one for one in generators if not isinstance(one, random.SystemRandom)}.values())
@@ -56,13 +63,14 @@ def generators_within_reach(start: Any, modules: Iterable[nn.Module] = ()) -> li
 
 def _within_reach(start: Any, *, leads_nowhere: Callable[[Any], bool]) -> Iterator[Any]:
     """``start`` and what it refers to, the nearest first. A module is not looked into."""
-    seen = dict[int, Any]()
+    seen = dict[Any, Any]()
     waiting = deque[tuple[int, Any]]([(0, start)])
     while waiting and len(seen) < _MOST_OBJECTS:
         depth, value = waiting.popleft()
-        if id(value) in seen or leads_nowhere(value):
+        key = (id(value.__self__), id(value.__func__)) if isinstance(value, types.MethodType) else id(value)
+        if key in seen or leads_nowhere(value):
             continue
-        seen[id(value)] = value  # so that no other object gets the same number
+        seen[key] = value  # so that no other object gets the same number
         yield value
         if not isinstance(value, nn.Module) and depth < _DEPTH:
             waiting += ((depth + 1, one) for one in _referred_to(value))
@@ -88,21 +96,60 @@ def _referred_to(value: Any) -> Iterator[Any]:
     """What a function, a container or an object refers to."""
     if isinstance(value, types.MethodType):
         yield from (value.__self__, value.__func__)
+        if isinstance(value.__func__, types.FunctionType):
+            names = list(_names_in(value.__func__.__code__))
+            yield from _of_classes([value.__self__, *getattr(value.__self__, "__dict__", {}).values()], names)
     elif isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.FunctionType):
-        yield from value.__defaults__ or ()
-        for cell in value.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # a variable that has no value yet
-                continue
-        yield from (value.__globals__[name] for name in _names_in(value.__code__) if name in value.__globals__)
+        names = list(dict.fromkeys(_names_in(value.__code__)))
+        found = [*(value.__defaults__ or ()), *_variables_around(value), *_named_in(value.__globals__, names)]
+        yield from found
+        yield from _of_classes(found, names)
     elif isinstance(value, dict | list | tuple):
         if len(value) <= _MOST_ITEMS:
             yield from value.values() if isinstance(value, dict) else value
     elif hasattr(value, "__dict__"):
         yield from list(vars(value).values())
+        yield from _of_classes([value], ["__call__"])
+
+
+def _variables_around(function: types.FunctionType) -> Iterator[Any]:
+    """The values of the variables that ``function`` has from a function around it."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+
+
+def _of_classes(values: Iterable[Any], names: Sequence[str]) -> Iterator[Any]:
+    """What the classes of ``values`` have of these names, methods as those of the value."""
+    for value in values:
+        if isinstance(value, _WITHOUT_METHODS) or (_is_of_torch(type(value)) and not isinstance(value, nn.Module)):
+            continue
+        for name in names:
+            found = inspect.getattr_static(type(value), name, None)
+            if isinstance(found, types.FunctionType):
+                if not _is_of_torch(found):
+                    yield types.MethodType(found, value)
+            elif isinstance(found, property):
+                yield found.fget
+            elif found is not None:
+                yield getattr(found, "__func__", found)  # of a static method
+
+
+def _named_in(variables: dict[str, Any], names: Sequence[str]) -> Iterator[Any]:
+    """The values of these names, also those that a file of Python has which is itself named."""
+    files, waiting = set[str](), [variables]
+    for holder in waiting:
+        for name in names:
+            value = holder.get(name)
+            if not isinstance(value, types.ModuleType):
+                yield value
+            elif value.__name__ not in files and value.__name__.partition(".")[0] not in _WITHOUT_OWN_GENERATORS:
+                files.add(value.__name__)
+                waiting.append(vars(value))
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

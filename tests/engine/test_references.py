@@ -1,0 +1,79 @@
+"""Generators and modules that a micro-step refers to are found, also those that methods and other files name."""
+
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from torchtune_adaptive.engine.references import generators_within_reach, modules_within_reach
+
+GENERATOR, LOSS = np.random.default_rng(0), nn.BatchNorm1d(2)
+another_file = types.ModuleType("another_file")
+exec("import random\ngenerator = random.Random(0)\ndef draw(): return generator.random()", vars(another_file))
+
+
+class Augmentation:
+    generator = random.Random(1)  # of the class
+
+    def apply(self) -> float:
+        return self.generator.random() + self.apply_again()
+
+    def apply_again(self) -> float:
+        return self.apply()
+
+    __call__ = apply
+
+
+class Layer(nn.Module):
+    def forward(self, rows: Any) -> Any:
+        return self.noisy(rows)
+
+    def noisy(self, rows: Any) -> Any:
+        return rows * self.factor
+
+    @property
+    def factor(self) -> float:
+        return GENERATOR.random()
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.augmentation = Augmentation()
+
+    def micro_step(self, rows: Any) -> Any:
+        return self.loss(rows) * self.augmentation.apply()
+
+    def loss(self, rows: Any) -> Any:
+        return LOSS(rows) * self.scale()
+
+    @staticmethod
+    def scale() -> float:
+        return GENERATOR.random()
+
+
+augmentation = Augmentation()
+REFERRING: dict[str, tuple[Callable[..., Any], Any]] = {
+    "a function of another file": (lambda: another_file.draw(), another_file.generator),
+    "an object that is called": (lambda: augmentation(), Augmentation.generator),
+    "a method of an object": (lambda: augmentation.apply(), Augmentation.generator),
+    "a static method that another method calls": (Trainer().micro_step, GENERATOR),
+    "a method of an attribute": (Trainer().micro_step, Augmentation.generator),
+}
+
+
+@pytest.mark.parametrize("case", REFERRING)
+def test_a_generator_is_found_by(case: str) -> None:
+    function, expected = REFERRING[case]
+    assert expected in generators_within_reach(function)
+
+
+def test_a_generator_that_a_forward_pass_refers_to_is_found() -> None:
+    assert generators_within_reach(lambda: None, [nn.Linear(1, 1), Layer()]) == [GENERATOR]
+
+
+def test_a_loss_that_another_method_refers_to_is_found() -> None:
+    assert LOSS in modules_within_reach(nn.Linear(1, 1), Trainer().micro_step)
