@@ -221,13 +221,13 @@ def _within(value: Any, known: set[int]) -> tuple[list[Any], list[Any]] | None:
     Args:
         known: the identities of what was met before, which is left out; it grows.
     """
-    if id(value) in known or _is_plain(value):
+    if id(value) in known:
         return [], []
-    if _is_small_array(value):
-        return [], [value]
     first = _content(value)
-    if first is None and not isinstance(value, tuple | frozenset):
-        return None
+    if first is None and not isinstance(value, (tuple, frozenset)):
+        if _is_small_array(value):
+            return [], [value]
+        return ([], []) if _is_plain(value) else None
     if first is not None and _PLAIN.issuperset(map(type, _values_in(first))):  # as most are
         known.add(id(value))
         return [first], []
@@ -249,10 +249,10 @@ def _within(value: Any, known: set[int]) -> tuple[list[Any], list[Any]] | None:
             if isinstance(part, torch.Tensor):
                 if not isinstance(part, nn.Parameter):  # a `DistributedDataParallel` lists those of its model
                     tensors.append(part)
-            elif _is_small_array(part):
-                tensors.append(part)
             elif isinstance(part, tuple) or _content(part) is not None:
                 waiting.append(part)
+            elif _is_small_array(part):
+                tensors.append(part)
     known |= met
     return containers, tensors
 
@@ -264,17 +264,28 @@ def _costs_little(value: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether ``value`` stays as it is: a number of any class, also NumPy's, a text, a member of an enum."""
-    if type(value) in _PLAIN or isinstance(value, Number | Enum):
-        return True
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.generic)  # its flags are no `Number`
+    return _is_of_plain_kind(type(value))
+
+
+@cache
+def _is_of_plain_kind(kind: type) -> bool:
+    return kind in _PLAIN or issubclass(kind, (Number, Enum)) or _is_of_numpy(kind, "generic")  # flags are no `Number`
 
 
 def _is_small_array(value: Any) -> bool:
     """Whether ``value`` is an array of NumPy that can be kept in each step, and changed in place."""
+    return _is_array(type(value)) and value.flags.writeable and value.nbytes <= SMALL_BYTES
+
+
+@cache
+def _is_array(kind: type) -> bool:
+    return _is_of_numpy(kind, "ndarray")
+
+
+def _is_of_numpy(kind: type, name: str) -> bool:
+    """Whether ``kind`` is this class of NumPy, or one derived from it."""
     numpy = sys.modules.get("numpy")
-    is_array = numpy is not None and isinstance(value, numpy.ndarray)
-    return is_array and value.flags.writeable and value.nbytes <= SMALL_BYTES
+    return numpy is not None and issubclass(kind, getattr(numpy, name))
 
 
 def _is_plain_tuple(value: Any) -> bool:
