@@ -61,6 +61,7 @@ class Variant:
     bf16: bool = False  # by autocast
     passes: int = 1  # backward passes of a micro-step
     options: dict[str, Any] = field(default_factory=dict)  # of DistributedDataParallel or FSDP2
+    changes_gradients: bool = False  # after the backward pass, in the micro-step
     is_whole_later: bool = False  # FSDP2 does not reshard a layer after its forward pass, from the second step on
 
 
@@ -75,6 +76,7 @@ VARIANTS = {
     "layers unfrozen after a step": Variant("thawing", options={"find_unused_parameters": True}),
     "unused parameters": Variant("unused", options={"find_unused_parameters": True}),
     "compiled": Variant("compiled"),
+    "gradients that a micro-step changes after its backward pass": Variant(changes_gradients=True),
     "sharded": SHARDED,
     "sharded, with other settings after a step": Variant("sharded", is_whole_later=True),
     "sharded, bf16": Variant("sharded", options={"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
@@ -107,6 +109,9 @@ class Training:
                 loss = self.model(part).float().square().sum() / ROWS
             loss.backward()
             losses.append(loss.detach())
+        if self.variant.changes_gradients:
+            for parameter in self.model.parameters():
+                parameter.grad.add_(parameter.detach(), alpha=len(rows) / 100)
         return torch.stack(losses).sum()
 
     def plain(self, *sizes: int) -> list[torch.Tensor]:
