@@ -3,6 +3,7 @@
 import gc
 import itertools
 import random
+import warnings
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -381,6 +382,10 @@ def test_what_is_no_model_or_function_is_refused() -> None:
 
     assert refusal(model=nn.Identity()) == "`model` has no parameters."
     assert refusal(model=None) == "`model` must be a module of torch, but is None instead."
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer releases of torch say that it is old
+        scripted = torch.jit.script(nn.Linear(1, 1))
+    assert refusal(model=scripted) == "`model` must be a module that runs in Python, but is one of `torch.jit` instead."
     assert refusal(train_step="step") == "`train_step` must be a function, but is 'step' instead."
 
 

@@ -82,6 +82,8 @@ def computing_device(model: nn.Module) -> torch.device:
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"`model` must be a module of torch, but is {quote(model)} instead.")
+    if isinstance(model, torch.jit.ScriptModule):  # which takes no hooks
+        raise InputError("`model` must be a module that runs in Python, but is one of `torch.jit` instead.")
     parameter = next(model.parameters(), None)
     if parameter is None:
         raise InputError("`model` has no parameters.")
