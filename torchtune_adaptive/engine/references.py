@@ -124,7 +124,7 @@ def _variables_around(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _of_classes(values: Iterable[Any], names: Sequence[str]) -> Iterator[Any]:
-    """What the classes of ``values`` have of these names, methods as those of the value."""
+    """The attributes with these names of the classes of ``values``; a method is bound to its value."""
     for value in values:
         if isinstance(value, _WITHOUT_METHODS) or (_is_of_torch(type(value)) and not isinstance(value, nn.Module)):
             continue
@@ -140,7 +140,10 @@ def _of_classes(values: Iterable[Any], names: Sequence[str]) -> Iterator[Any]:
 
 
 def _named_in(variables: dict[str, Any], names: Sequence[str]) -> Iterator[Any]:
-    """The values of these names, also those that a file of Python has which is itself named."""
+    """The values of the ``variables`` with these names; of a file of Python, its own variables with these names.
+
+    The code of ``augment.draw()`` has the names of both, the file and its function.
+    """
     files, waiting = set[str](), [variables]
     for holder in waiting:
         for name in names:
