@@ -30,19 +30,20 @@ def program(arguments: Sequence[str]) -> Iterator[None]:
     """Context of the whole program: a refused value ends it with one sentence on standard error and status 1."""
     filter_messages()
     escape_unknown_characters()
+    name = " ".join([PROGRAM, *arguments[:1]])
     try:
         _require_working_directory()
         yield
         print(end="", flush=True)
     except InputError as error:
-        sys.exit(f"{' '.join([PROGRAM, *arguments[:1]])}: {error}")
+        sys.exit(f"{name}: {error}")
     except BrokenPipeError:  # the reader of the output has stopped early, as `head` does
         _drop_output()
     except OSError as error:
         if error.errno not in _FULL or error.filename is not None:  # not of standard output
             raise
         _drop_output()
-        sys.exit(f"{' '.join([PROGRAM, *arguments[:1]])}: Standard output cannot be written: {error.strerror}.")
+        sys.exit(f"{name}: Standard output cannot be written: {error.strerror}.")
 
 
 def _drop_output() -> None:

@@ -97,12 +97,12 @@ def _referred_to(value: Any) -> Iterator[Any]:
     if isinstance(value, types.MethodType):
         yield from (value.__self__, value.__func__)
         if isinstance(value.__func__, types.FunctionType):
-            names = list(_names_in(value.__func__.__code__))
+            names = _names_in(value.__func__.__code__)
             yield from _of_classes([value.__self__, *getattr(value.__self__, "__dict__", {}).values()], names)
     elif isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.FunctionType):
-        names = list(dict.fromkeys(_names_in(value.__code__)))
+        names = _names_in(value.__code__)
         found = [*(value.__defaults__ or ()), *_variables_around(value), *_named_in(value.__globals__, names)]
         yield from found
         yield from _of_classes(found, names)
@@ -155,8 +155,7 @@ def _named_in(variables: dict[str, Any], names: Sequence[str]) -> Iterator[Any]:
                 waiting.append(vars(value))
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield from _names_in(one)
+def _names_in(code: types.CodeType) -> list[str]:
+    """The names of attributes and global variables in ``code`` and in functions within it, each once."""
+    within = (_names_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    return list(dict.fromkeys(itertools.chain(code.co_names, *within)))

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.engine.search.strategies import SearchResult
 from torchtune_adaptive.engine.search.timing import Timing
-from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError
+from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, reason_of
 from torchtune_adaptive.fastest.climb import Outcome
 from torchtune_adaptive.files import write_atomically, writing
 from torchtune_adaptive.report.read import Search, read_run
@@ -68,7 +68,7 @@ class SetUps:
                 write_atomically(folder / _CONFIG, OmegaConf.to_yaml(cfg))
                 log = (folder / _LOG).open("w")
         except InputError as error:
-            return Outcome(words=words, values=values, why_not=str(error).rstrip("."))
+            return Outcome(words=words, values=values, why_not=reason_of(error))
         with log:
             status = _run([*self.torchrun_options, self.recipe, "--config", str(folder / _CONFIG)], log)
         outcome = Outcome(words=words, values=values, seconds=time.monotonic() - started, folder=folder)
@@ -78,7 +78,7 @@ class SetUps:
         try:
             search = self.search_of(outcome)
         except InputError as error:
-            return replace(outcome, why_not=str(error).rstrip("."))
+            return replace(outcome, why_not=reason_of(error))
         return with_search(outcome, search.result, search.timings)
 
     def search_of(self, outcome: Outcome) -> Search:

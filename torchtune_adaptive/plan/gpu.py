@@ -182,7 +182,7 @@ def _allocator_settings() -> dict[str, str]:
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     settings = dict(re.findall(r"([^,:]+):(\[[^]]*\]|[^,]*)", "".join(text.split())))  # a list has commas and colons
     if (value := settings.get(_EXPANDABLE, "False")) not in ("True", "False"):
-        raise InputError(f"torch's allocator takes `{_EXPANDABLE}:True` or `False`, but has {value!r}.")
+        raise InputError(f"`{_EXPANDABLE}` of torch's allocator must be True or False, but is {quote(value)} instead.")
     return settings
 
 

@@ -227,7 +227,7 @@ def _within(value: Any, known: set[int]) -> tuple[list[Any], list[Any]] | None:
     if first is None and not isinstance(value, (tuple, frozenset)):
         if _is_small_array(value):
             return [], [value]
-        return ([], []) if _is_plain(value) else None
+        return ([], []) if _is_plain(type(value)) else None
     if first is not None and _PLAIN.issuperset(map(type, _values_in(first))):  # as most are
         known.add(id(value))
         return [first], []
@@ -262,13 +262,9 @@ def _costs_little(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or (_can_be_set(value) and value.nbytes <= SMALL_BYTES)
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether ``value`` stays as it is: a number of any class, also NumPy's, a text, a member of an enum."""
-    return _is_of_plain_kind(type(value))
-
-
 @cache
-def _is_of_plain_kind(kind: type) -> bool:
+def _is_plain(kind: type) -> bool:
+    """Whether values of ``kind`` never change: numbers of any class, also NumPy's, texts, members of an enum."""
     return kind in _PLAIN or issubclass(kind, (Number, Enum)) or _is_of_numpy(kind, "generic")  # flags are no `Number`
 
 
@@ -291,13 +287,13 @@ def _is_of_numpy(kind: type, name: str) -> bool:
 def _is_plain_tuple(value: Any) -> bool:
     """Whether ``value`` is a tuple of plain values, and of tensors that cost little."""
     return isinstance(value, tuple) and all(
-        _is_plain(one) or (isinstance(one, torch.Tensor) and _costs_little(one)) for one in value
+        _is_plain(type(one)) or (isinstance(one, torch.Tensor) and _costs_little(one)) for one in value
     )
 
 
 def _can_be_removed(value: Any) -> bool:
     """Whether a step that has set an attribute to ``value`` will set it again once it is gone."""
-    is_plain = _is_plain(value) or _is_plain_tuple(value) or _is_small_array(value)
+    is_plain = _is_plain(type(value)) or _is_plain_tuple(value) or _is_small_array(value)
     return is_plain or isinstance(value, torch.Tensor) or _content(value) is not None
 
 

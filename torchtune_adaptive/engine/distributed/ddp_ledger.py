@@ -133,12 +133,11 @@ class DdpLedger(Ledger):
                 "A gradient grew after it had been averaged: the micro-step uses a parameter more often than the ones"
                 " before it. Call `RecoverableStep.disable()` to train this model without recovery."
             )
-        if self._missing[number] or number != len(self._issued):
-            return
+        num_before = len(self._issued)
         while len(self._issued) < len(self._buckets) and not self._missing[len(self._issued)]:
             self._issue()
-        # A micro-step may change gradients after its backward pass, while they would still be averaged.
-        torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # type: ignore[attr-defined]
+        if len(self._issued) > num_before:  # wait when the backward pass ends: a micro-step may then change gradients
+            torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # type: ignore[attr-defined]
 
     def _issue(self) -> None:
         """Average the gradients of the next bucket."""

@@ -14,7 +14,7 @@ class Assumptions:
         self._model = model
         self._is_trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
         self._batch_norms = [(one, one.training) for one in model.modules() if isinstance(one, _BatchNorm)]
-        self._hooks = model._comm_hooks if isinstance(model, DistributedDataParallel) else []  # none: they are refused
+        self._comm_hooks = model._comm_hooks if isinstance(model, DistributedDataParallel) else []
         self.see_modules()
 
     def see_modules(self) -> None:
@@ -31,8 +31,8 @@ class Assumptions:
             return "parameters were frozen or unfrozen"  # other collectives reduce gradients
         if any(module.training is not was for module, was in self._batch_norms):
             return "a batch norm has changed its mode"  # samples may be mixed
-        if self._hooks:
-            return "a communication hook was registered"
+        if self._comm_hooks:
+            return "a communication hook was registered"  # which the next dry run refuses, as the last would have
         return ""
 
     def has_gradients(self) -> bool:
