@@ -6,7 +6,7 @@ from pathlib import Path
 from torchtune_adaptive.cli.arguments import Commands, add_command
 from torchtune_adaptive.files import check_writable, write_atomically, writing
 from torchtune_adaptive.report.pictures import pictures
-from torchtune_adaptive.report.read import read_run
+from torchtune_adaptive.report.read import read_run, understanding
 from torchtune_adaptive.report.story import story_text
 from torchtune_adaptive.report.style import INSTALL, svg_of
 
@@ -27,7 +27,9 @@ def add_report(commands: Commands) -> None:
 
 def _report(arguments: argparse.Namespace) -> None:
     run = read_run(arguments.output_dir)
-    print(story_text(run), flush=True)
+    with understanding(arguments.output_dir):
+        text = story_text(run)
+    print(text, flush=True)
     try:
         import matplotlib.figure  # noqa: F401  # an extra
     except ImportError:
@@ -39,5 +41,7 @@ def _report(arguments: argparse.Namespace) -> None:
         path = folder / f"{name}.svg"
         with writing("--to", path):
             check_writable(path)  # before seconds are spent on drawing
-            write_atomically(path, svg_of(draw))
+            with understanding(arguments.output_dir):
+                picture = svg_of(draw)
+            write_atomically(path, picture)
         print(f"Written to {path}")

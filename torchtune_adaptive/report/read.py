@@ -1,7 +1,8 @@
 """The log that a run wrote, as values."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,21 @@ def read_run(output_dir: Path) -> Run:
     if not path.exists():
         missing = f"has no {LOG_NAME}" if output_dir.exists() else "is not there"
         raise InputError(f"`OUTPUT_DIR` is not the `output_dir` of a run: {quote(str(output_dir))} {missing}.")
-    try:
+    with understanding(output_dir):
         return _run(output_dir, _whole_lines(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is no log of a run: {reason_of(error)}.") from error
+
+
+@contextmanager
+def understanding(output_dir: Path) -> Iterator[None]:
+    """Context of what uses the log of the run in ``output_dir``, in which something may be missing.
+
+    Raises:
+        InputError: the log cannot be understood.
+    """
+    try:
+        yield
+    except (OSError, ArithmeticError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"{output_dir / LOG_NAME} is no log of a run: {reason_of(error)}.") from error
 
 
 def _run(output_dir: Path, lines: Sequence[Mapping[str, Any]]) -> Run:
