@@ -10,6 +10,7 @@ import pytest
 from torchtune._recipe_registry import get_all_recipes
 
 from tests.support.checkout import REPOSITORY
+from tests.support.full_disk import FullDisk
 from tests.support.program import Ended, Program
 from torchtune_adaptive.cli import main
 from torchtune_adaptive.stock.configs import config_path
@@ -75,12 +76,18 @@ def test_a_reader_that_has_read_enough_ends_a_command_without_an_error(
     assert ended.value.code == 0
 
 
-def test_output_on_a_full_disk_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [["cp", "tiny/full", "copy.yaml"], ["plan", "--help"]], ids=" ".join)
+def test_output_on_a_full_disk_is_said_in_one_sentence(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         with pytest.raises(SystemExit) as ended:
-            main(["cp", "tiny/full", str(tmp_path)])
-    assert ended.value.code == "tune-adaptive cp: Standard output cannot be written: No space left on device."
+            main(arguments)
+    assert ended.value.code == (
+        f"tune-adaptive {arguments[0]}: Standard output cannot be written: No space left on device."
+    )
 
 
 def test_closed_output_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -110,6 +117,9 @@ def test_cp_copies_a_recipe_or_config(name: str, original: Path, program: Progra
 def test_cp_refuses_a_destination_that_cannot_be_written(program: Program, tmp_path: Path) -> None:
     destination = f"{tmp_path}/no/folder"
     program.refuses("cp", "tiny/full", destination, sentence=f"'{destination}': No such file or directory.")
+    with FullDisk(os, "fsync"):
+        program.refuses("cp", "tiny/full", str(tmp_path / "copy"), sentence="copy': No space left on device.")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_cp_of_an_unknown_name_lists_the_names(program: Program, tmp_path: Path) -> None:

@@ -33,8 +33,10 @@ def program(arguments: Sequence[str]) -> Iterator[None]:
     name = " ".join([PROGRAM, *arguments[:1]])
     try:
         _require_working_directory()
-        yield
-        print(end="", flush=True)
+        try:
+            yield
+        finally:  # also after help, which ends the program
+            print(end="", flush=True)
     except InputError as error:
         sys.exit(f"{name}: {error}")
     except BrokenPipeError:  # the reader of the output has stopped early, as `head` does

@@ -1,10 +1,9 @@
 """``tune-adaptive cp``: copy one of our configs or recipes, which ``tune cp`` does not know."""
 
-import shutil
 from pathlib import Path
 
 from torchtune_adaptive.cli.arguments import Commands, add_command
-from torchtune_adaptive.files import writing
+from torchtune_adaptive.files import check_writable, write_atomically, writing
 from torchtune_adaptive.stock.installed import config_files, recipe_files
 
 
@@ -24,6 +23,8 @@ def add_cp(commands: Commands) -> None:
 
 
 def _copy(source: Path, destination: Path) -> None:
-    with writing("DESTINATION", destination):
-        copied = shutil.copy(source, destination)
-    print(f"Copied to {copied}")
+    path = destination / source.name if destination.is_dir() else destination
+    with writing("DESTINATION", path):
+        check_writable(path)
+        write_atomically(path, source.read_bytes(), makes_folder=False)
+    print(f"Copied to {path}")
