@@ -2,6 +2,7 @@
 
 import random
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torchtune_adaptive.engine.references import generators_within_reach, modules_within_reach
 
 GENERATOR, LOSS = np.random.default_rng(0), nn.BatchNorm1d(2)
+QUEUE = deque([random.Random(2)])
 another_file = types.ModuleType("another_file")
 exec("import random\ngenerator = random.Random(0)\ndef draw(): return generator.random()", vars(another_file))
 
@@ -62,6 +64,7 @@ REFERRING: dict[str, tuple[Callable[..., Any], Any]] = {
     "a method of an object": (lambda: augmentation.apply(), Augmentation.generator),
     "a static method that another method calls": (Trainer().micro_step, GENERATOR),
     "a method of an attribute": (Trainer().micro_step, Augmentation.generator),
+    "a queue": (lambda: QUEUE[0].random(), QUEUE[0]),
 }
 
 

@@ -106,7 +106,7 @@ def _referred_to(value: Any) -> Iterator[Any]:
         found = [*(value.__defaults__ or ()), *_variables_around(value), *_named_in(value.__globals__, names)]
         yield from found
         yield from _of_classes(found, names)
-    elif isinstance(value, dict | list | tuple):
+    elif isinstance(value, dict | list | tuple | set | deque):
         if len(value) <= _MOST_ITEMS:
             yield from value.values() if isinstance(value, dict) else value
     elif hasattr(value, "__dict__"):
