@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -136,17 +136,16 @@ class Training:
         options |= {"reduce": "last"} if self.variant.kind == "sharded" else {}
         return RecoverableStep(self.model, micro_step or self.micro_step, **options)
 
-    def recovering(self, size: int, place: int | None = None, *, fault_in: tuple[int, int] = (0, 0)) -> list[Any]:
-        """The same with recovery, and a fault of rank 1 at ``place`` in a micro-step of a step."""
+    def recovering(self, size: int, faults: Mapping[int, tuple[int, int]]) -> list[torch.Tensor]:
+        """The same with recovery, and ``faults`` of rank 1: by step, the micro-step and the place in it."""
         step = self.recoverable(size)
         for number in range(STEPS):
             self._change(number)
-            faults = {fault_in[1]: Fault(place, ranks=[1])} if number == fault_in[0] else {}
-            wrap_micro_steps(step, partial(under, faults))
+            wrap_micro_steps(step, partial(under, _of_rank_one(*faults[number]) if number in faults else {}))
             step.backoff = Backoff()  # which does not try larger micro-batches again
             step(self.rows(number))
             self.update()
-        assert len(step.events) == (place is not None)
+        assert len(step.events) == len(faults)
         step.close()
         return self.state()
 
@@ -179,20 +178,24 @@ class Training:
         return [tensor.clone() for tensor in (*tensors_of(self.model, self.optimizer), *self.model.buffers())]
 
 
+def _of_rank_one(micro_step: int, place: int) -> dict[int, Fault]:
+    return {micro_step: Fault(place, ranks=[1])}
+
+
 def _compared(rank: int) -> dict[str, dict[str, bool]]:
-    """What is equal, bit for bit, to plain training. Before a late fault, steps have none."""
+    """What is equal, bit for bit, to plain training. Of two faults, in turn the first step or the second has one."""
     found: dict[str, dict[str, bool]] = {}
     for number, (name, variant) in enumerate(VARIANTS.items()):
-        place, found[name] = FAULTS[(number + 2) % 4], {}
+        first, place, found[name] = number % 2, FAULTS[(number + 2) % 4], {}
+        faults, sizes = {first: (first, place)}, [LARGE] * first + [SMALL] * (STEPS - first)
         if variant.kind != "compiled" and "mp_policy" not in variant.options:  # these take long
             whole = Training(variant).plain(*[ROWS] * STEPS)
-            found[name]["without a fault"] = same_bits(whole, Training(variant).recovering(ROWS))
+            found[name]["without a fault"] = same_bits(whole, Training(variant).recovering(ROWS, {}))
             halves = Training(variant).plain(*[LARGE] * STEPS)
             found[name]["without recovery"] = same_bits(halves, Training(variant).without_recovery(LARGE))
-            late = Training(variant).recovering(LARGE, place, fault_in=(2, 1 - number % 2))
-            found[name]["late fault"] = same_bits(Training(variant).plain(LARGE, LARGE, SMALL), late)
-        early = Training(variant).recovering(LARGE, place, fault_in=(0, number % 2))
-        found[name]["early fault"] = same_bits(Training(variant).plain(*[SMALL] * STEPS), early)
+            faults[2], sizes[2] = (1 - first, place), SMALL // 2
+        plain = Training(variant).plain(*sizes)
+        found[name]["faults"] = same_bits(plain, Training(variant).recovering(LARGE, faults))
     return found
 
 
@@ -286,7 +289,7 @@ def _what_cannot_work_is_refused_by_name(rank: int) -> None:
             training = Training(variant)
         change(training)
         with pytest.raises(CannotRecoverError, match=re.escape(sentence)):
-            training.recovering(LARGE)
+            training.recovering(LARGE, {})
     late = Training(Variant())
     step = late.recoverable(LARGE)
     step(late.rows(0))
@@ -433,7 +436,7 @@ def _a_forward_pass_between_the_steps_changes_nothing(rank: int) -> None:
         training = Training(Variant())
         step = training.recoverable()
         for number in range(STEPS):
-            wrap_micro_steps(step, partial(under, {1: Fault(FAULTS[1], ranks=[1])} if number == 1 else {}))
+            wrap_micro_steps(step, partial(under, _of_rank_one(1, FAULTS[1]) if number == 1 else {}))
             step(training.rows(number))
             training.update()
             with torch.set_grad_enabled(has_graph):
@@ -488,7 +491,7 @@ def _parameters_that_the_caller_has_gathered_do_no_harm(rank: int) -> None:
         training = Training(SHARDED)
         step = training.recoverable()
         for number in range(STEPS):
-            wrap_micro_steps(step, partial(under, {1: Fault(FAULTS[1], ranks=[1])} if number == 1 else {}))
+            wrap_micro_steps(step, partial(under, _of_rank_one(1, FAULTS[1]) if number == 1 else {}))
             if is_early:
                 training.model.unshard()
             step(training.rows(number))
