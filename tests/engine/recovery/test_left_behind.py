@@ -44,12 +44,12 @@ class Growing(nn.Module):
 
 
 class Drawn(nn.Module):
-    """Random features that the first forward pass draws into an attribute."""
+    """Random features that the first forward pass draws into an attribute, and scales into a tuple."""
 
     def forward(self, rows: Rows) -> Rows:
-        if not hasattr(self, "features"):
-            self.features = torch.randn(WIDTH, WIDTH)
-        return rows @ self.features
+        if not hasattr(self, "scales"):
+            self.features, self.scales = torch.randn(WIDTH, WIDTH), ([torch.randn(WIDTH)], "a name")
+        return rows @ self.features * self.scales[0][0]
 
 
 class Filled(nn.Module):

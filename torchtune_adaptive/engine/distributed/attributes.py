@@ -284,21 +284,13 @@ def _is_of_numpy(kind: type, name: str) -> bool:
     return numpy is not None and issubclass(kind, getattr(numpy, name))
 
 
-def _is_plain_tuple(value: Any) -> bool:
-    """Whether ``value`` is a tuple of plain values, and of tensors that cost little."""
-    return isinstance(value, tuple) and all(
-        _is_plain(type(one)) or (isinstance(one, torch.Tensor) and _costs_little(one)) for one in value
-    )
-
-
 def _can_be_removed(value: Any) -> bool:
     """Whether a step that has set an attribute to ``value`` will set it again once it is gone."""
-    is_plain = _is_plain(type(value)) or _is_plain_tuple(value) or _is_small_array(value)
-    return is_plain or isinstance(value, torch.Tensor) or _content(value) is not None
+    is_plain = _is_plain(type(value)) or _is_small_array(value)
+    return is_plain or isinstance(value, (torch.Tensor, tuple)) or _content(value) is not None
 
 
 def _tells_of_hooks(value: Any) -> bool:
     """Whether ``value`` is a flag that is True, or has handles of hooks."""
-    return value is True or (
-        type(value) in _CONTAINERS and any(isinstance(one, RemovableHandle) for one in _values_in(value))
-    )
+    has_values = type(value) in _CONTAINERS or isinstance(value, tuple)
+    return value is True or (has_values and any(isinstance(one, RemovableHandle) for one in _values_in(value)))
