@@ -20,6 +20,10 @@ _LORA = {
     "lora_rank": 8,
     "lora_alpha": 16,
 }
+_SCHEDULE = {  # LoRA recipes need one; most configs for full finetuning have none
+    "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "num_warmup_steps": 100,
+}
 
 
 def what_if(launch: ConfigLaunch, tracer: Tracer) -> Iterator[PlannedChange]:
@@ -94,7 +98,8 @@ def lora_version(cfg: DictConfig) -> DictConfig | None:
     for key in cfg.model:
         if str(key).endswith("_trainable"):  # a part of a model of texts and images
             model[key] = "lora" if cfg.model[key] else "frozen"
-    return _with(cfg, {"model": model, "optimizer_in_bwd": False})
+    schedule = cfg.get("lr_scheduler") or _SCHEDULE
+    return _with(cfg, {"model": model, "lr_scheduler": schedule, "optimizer_in_bwd": False})
 
 
 def _offloading(cfg: DictConfig) -> DictConfig | None:

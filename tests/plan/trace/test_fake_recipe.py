@@ -15,6 +15,7 @@ from torchtune import config
 
 from tests.support.ranks import run_alone
 from torchtune_adaptive.errors import InputError
+from torchtune_adaptive.plan.changes import lora_version
 from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.replay import StepMemory, exact
 from torchtune_adaptive.plan.trace import config_steps
@@ -103,6 +104,11 @@ def _kinds() -> dict[str, Any]:
     seen["buffers"] = [
         _memory(_cfg("full", *_model("with_a_buffer", num_layers=1, is_lazy=is_lazy))).phases for is_lazy in (0, 1)
     ]
+    full = _cfg("full", *CUDA)
+    del full["lr_scheduler"]  # which LoRA recipes need
+    lora = lora_version(full)
+    assert lora is not None
+    seen["LoRA"] = [_memory(cfg).phases["optimizer"] for cfg in (full, lora)]
     seen["loads"] = {
         name: trace_config(_cfg("lora", *CUDA, *more), world_size=1, seq_lens=[8]).lengths[0]
         for name, more in LOADED.items()
@@ -188,6 +194,11 @@ def test_an_optimizer_steps_over_lists_of_tensors_as_on_cuda(kinds: dict[str, An
 def test_a_model_that_makes_a_buffer_in_its_first_step_is_planned_as_one_that_has_it(kinds: dict[str, Any]) -> None:
     at_once, lazily = kinds["buffers"]
     assert lazily == at_once
+
+
+def test_the_lora_version_of_a_config_for_full_finetuning_is_planned_and_takes_less(kinds: dict[str, Any]) -> None:
+    full, lora = kinds["LoRA"]
+    assert lora < full
 
 
 @pytest.mark.parametrize("name", LOADED)
