@@ -64,6 +64,11 @@ def test_a_gpu_has_its_own_overhead_with_nccl_if_there_are_several_ranks() -> No
     assert size.process_bytes == size.reserved_bytes + alone.device.outside_bytes
 
 
+def test_the_first_step_makes_the_state_of_the_optimizer_amid_activations() -> None:
+    (step,) = planned(device="cuda", memory="24GiB").step.lengths
+    assert not step.state_exists
+
+
 def test_a_setting_of_the_allocator_that_the_plan_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
     assert "\nReserved bytes are those without max_split_size_mb:128, " in str(planned(device="cuda", memory="24GiB"))

@@ -127,8 +127,7 @@ class RunTracer:
             )
         replicas = training.options_of_ddp
         setup = () if replicas is None else setup_of_replicas(self._whole_packed, replicas)
-        # A trainer's first step makes the state.
-        step = replace(traced.step, state_exists=False, setup=setup, loads=(self._loads,))
+        step = replace(traced.step, setup=setup, loads=(self._loads,))
         return replace(traced, lengths=(step,))
 
     def few_layers(self) -> tuple[int, int, int] | None:

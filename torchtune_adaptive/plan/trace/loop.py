@@ -157,7 +157,8 @@ class _FakeLoop:
             if not _are_alike(traced[small], traced[large]):
                 raise _unequal(traced, small, large)
         return TracedLoop(
-            (StepEvents(0, {size: (events,) for size, events in sorted(traced.items())}),),
+            # A loop's first step makes the state.
+            (StepEvents(0, {size: (events,) for size, events in sorted(traced.items())}, state_exists=False),),
             model_name=type(getattr(self._model, "_orig_mod", self._model)).__name__.removeprefix("FSDP"),
             num_parameters=sum(one.numel() for one in self._model.parameters()),
             is_compiled=is_compiled(self._model),
