@@ -350,26 +350,35 @@ def test_dropout_and_rms_norm_keep_what_their_kernels_on_cuda_keep():
 
 
 class Attention(nn.Module):
-    """Causal attention of two heads, with dropout."""
+    """Causal attention of two heads, which may share keys and values, with dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_grouped: bool = False) -> None:
         super().__init__()
         self.project = nn.Linear(WIDTH, 3 * WIDTH)
+        self.is_grouped = is_grouped
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         heads = [one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.project(hidden).chunk(3, dim=-1)]
-        attended = nn.functional.scaled_dot_product_attention(*heads, dropout_p=0.1, is_causal=True)
+        if self.is_grouped:
+            heads[1:] = [one[:, :1] for one in heads[1:]]
+        attended = nn.functional.scaled_dot_product_attention(
+            *heads, dropout_p=0.1, is_causal=True, enable_gqa=self.is_grouped
+        )
         return attended.transpose(1, 2).flatten(2)
 
 
-def test_attention_takes_no_memory_for_its_matrix_but_for_sums_in_its_backward_pass():
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_attention_takes_no_memory_for_its_matrix_but_for_sums_in_its_backward_pass(is_grouped: bool) -> None:
     num_tokens = 130
-    loop = traced(build_model=Attention, make_batch=lambda n: torch.ones(n, num_tokens, WIDTH))
+    build_attention = lambda: Attention(is_grouped=is_grouped)  # noqa: E731
+    loop = traced(build_model=build_attention, make_batch=lambda n: torch.ones(n, num_tokens, WIDTH))
     few, more = (exact(loop.step.at(num_samples)).phases["forward"] for num_samples in (2, 3))
     assert more - few < 4 * num_tokens * num_tokens  # one matrix of one head
     attention = [event for event in loop.step.at(2) if "attention" in event.operation and event.kind == "temporaries"]
     taken = [event.num_bytes for event in attention if event.num_bytes]
-    assert taken == [4 * 2 * 2 * 256, 4 * 2 * 2 * 256 * 32]  # tokens and dimensions are rounded up to multiples
+    of_each_head = [4 * 2 * num_tokens * WIDTH] * 2 * is_grouped  # gradients of keys and values, before they are summed
+    # tokens and dimensions are rounded up to multiples
+    assert taken == [4 * 2 * 2 * 256, 4 * 2 * 2 * 256 * 32, *of_each_head]
     assert len(attention) == 2 * len(taken)  # and given back
 
 

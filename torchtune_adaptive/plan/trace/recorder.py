@@ -226,11 +226,14 @@ class StepTrace:
             if operand is not None and not operand._is_view() and operand.untyped_storage() in self._storages:
                 self._donors[len(self._operations)] = self._storages.see(operand.untyped_storage())
         elif func.__name__.startswith("_scaled_dot_product_flash_attention") and "backward" in func.__name__:
-            batch, heads, tokens, head_dim = args[1].shape
+            query, key = args[1:3]
+            batch, heads, tokens, head_dim = query.shape
             # float32 sums for the softmax and for the queries' gradient (flash_attn/flash_api.cpp)
             tokens, head_dim = ceil_to(tokens, 128), ceil_to(head_dim, 32)
-            sums = [torch.empty(batch, heads, tokens), torch.empty(batch, tokens, heads, head_dim)]
-            self.mark(sums, "temporaries")
+            scratch = [torch.empty(batch, heads, tokens), torch.empty(batch, tokens, heads, head_dim)]
+            if key.shape[1] < heads:  # gradients of keys and of values for each query head, before they are summed
+                scratch += [query.new_empty(batch, key.shape[2], heads, query.shape[3]) for _ in range(2)]
+            self.mark(scratch, "temporaries")
 
     def _after_resize(self, storage: torch.UntypedStorage) -> None:
         if storage in self._storages:
