@@ -370,16 +370,57 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("is_grouped", [False, True])
 def test_attention_takes_no_memory_for_its_matrix_but_for_sums_in_its_backward_pass(is_grouped: bool) -> None:
     num_tokens = 130
-    build_attention = lambda: Attention(is_grouped=is_grouped)  # noqa: E731
-    loop = traced(build_model=build_attention, make_batch=lambda n: torch.ones(n, num_tokens, WIDTH))
+    loop = traced(
+        build_model=lambda: Attention(is_grouped=is_grouped).bfloat16(),
+        make_batch=lambda n: torch.ones(n, num_tokens, WIDTH, dtype=torch.bfloat16),
+    )
     few, more = (exact(loop.step.at(num_samples)).phases["forward"] for num_samples in (2, 3))
     assert more - few < 4 * num_tokens * num_tokens  # one matrix of one head
     attention = [event for event in loop.step.at(2) if "attention" in event.operation and event.kind == "temporaries"]
     taken = [event.num_bytes for event in attention if event.num_bytes]
-    of_each_head = [4 * 2 * num_tokens * WIDTH] * 2 * is_grouped  # gradients of keys and values, before they are summed
+    of_each_head = [2 * 2 * num_tokens * WIDTH] * 2 * is_grouped  # gradients of keys and values, before they are summed
     # tokens and dimensions are rounded up to multiples
     assert taken == [4 * 2 * 2 * 256, 4 * 2 * 2 * 256 * 32, *of_each_head]
     assert len(attention) == 2 * len(taken)  # and given back
+
+
+def _bytes_of_operation(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
+    """Bytes that the operation takes in a step of 2 samples of 4 heads, 16 tokens and 8 dimensions."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        function(model(batch).unflatten(-1, (4, 2)).transpose(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    loop = traced(
+        build_model=lambda: nn.Linear(WIDTH, WIDTH), train_step=step, make_batch=lambda n: torch.ones(n, 16, WIDTH)
+    )
+    return [event.num_bytes for event in loop.step.at(2) if name in event.operation and event.num_bytes]
+
+
+def test_the_gradient_of_a_softmax_is_computed_beside_a_product() -> None:
+    taken = _bytes_of_operation("_softmax_backward_data", lambda hidden: hidden.softmax(-1))
+    assert taken == [4 * 2 * 16 * WIDTH] * 2
+    assert len(_bytes_of_operation("_softmax_backward_data", lambda hidden: hidden.log_softmax(-1))) == 1
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_heads_without_flash_attention_take_a_matrix_of_all_pairs_of_tokens(
+    dtype: torch.dtype, is_masked: bool
+) -> None:
+    mask = torch.ones(16, 16, dtype=torch.bool) if is_masked else None
+
+    def attended(hidden: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype, enabled=dtype is torch.bfloat16):
+            return nn.functional.scaled_dot_product_attention(
+                hidden, hidden[:, :1], hidden[:, :1], mask, is_causal=not is_masked, enable_gqa=True
+            )
+
+    matrices = _bytes_of_operation("_softmax", attended)
+    assert bool(matrices) == (is_masked or dtype is torch.float32)
+    if matrices:
+        assert matrices[0] == 4 * 2 * 4 * 16 * 16
 
 
 def test_values_that_follow_from_the_batch_are_read():

@@ -17,6 +17,7 @@ import torch
 import torch.utils._device as device_module
 from torch.distributed.device_mesh import DeviceMesh
 from torch.library import Library
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from torchtune_adaptive.plan.trace.autocast_as_cuda import autocast_as_cuda
@@ -24,6 +25,7 @@ from torchtune_adaptive.plan.trace.fake_tensors import optimizers_choose_as_on_c
 
 _GIB = 2**30
 _attention: Any = torch.nn.functional.scaled_dot_product_attention
+_OF_FLASH = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
@@ -48,7 +50,7 @@ def computed_as_on_cuda(*, compiles: bool = False) -> Iterator[None]:
     Args:
         compiles: whether layers are compiled; see ``compiled_code``.
     """
-    attention = mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _without_dropout)
+    attention = mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _by_cudas_kernel)
     with optimizers_choose_as_on_cuda(), _composed_as_on_cuda(compiles=compiles), attention:
         yield
 
@@ -65,7 +67,7 @@ class DevicesMapped(TorchFunctionMode):
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if func is _attention:
-            func = _without_dropout
+            func = _by_cudas_kernel
         elif func is torch.Tensor.to:
             args, kwargs = self._moved(args, kwargs)
         elif is_cuda(kwargs.get("device")) or _takes_default_cuda(func, kwargs):
@@ -144,7 +146,7 @@ def _mesh_on_cpu(init: Callable[..., None]) -> Callable[..., None]:
     return on_cpu
 
 
-def _without_dropout(
+def _by_cudas_kernel(
     query: Any,
     key: Any,
     value: Any,
@@ -153,7 +155,16 @@ def _without_dropout(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Attention whose dropout takes no memory: CUDA's kernels keep a seed, a CPU's a mask of all pairs of tokens."""
+    """Attention by the kernel that CUDA has for it.
+
+    Dropout takes no memory there: CUDA's kernels keep a seed, a CPU's a mask of all pairs of tokens. Of grouped heads
+    only flash attention knows, which takes no float32 and no mask: others are computed as products of matrices.
+    """
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    is_grouped = query.dim() > 2 and query.shape[-3] != key.shape[-3]
+    if is_grouped and (attn_mask is not None or dtype not in _OF_FLASH):
+        with sdpa_kernel(SDPBackend.MATH):
+            return _attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
     return _attention(query, key, value, attn_mask, 0.0, is_causal, **kwargs)
 
 

@@ -234,6 +234,8 @@ class StepTrace:
             if key.shape[1] < heads:  # gradients of keys and of values for each query head, before they are summed
                 scratch += [query.new_empty(batch, key.shape[2], heads, query.shape[3]) for _ in range(2)]
             self.mark(scratch, "temporaries")
+        elif func is torch.ops.aten._softmax_backward_data.default:
+            self.mark(args[0] * args[1], "temporaries")  # aten/src/ATen/native/cuda/SoftMax.cu
 
     def _after_resize(self, storage: torch.UntypedStorage) -> None:
         if storage in self._storages:
