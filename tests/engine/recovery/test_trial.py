@@ -276,6 +276,22 @@ def test_random_numbers_that_cannot_be_fixed_are_not_taken_for_mixed_samples(cap
     assert "draws random numbers that cannot be fixed" in caplog.text
 
 
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_rows_that_are_changed_at_random_are_not_taken_for_mixed_samples(draw: Callable[[], float]) -> None:
+    """Also where the first row has the same change by chance with other seeds."""
+
+    def flipped(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        flips = torch.tensor([draw() < 0.5 for _ in rows])
+        return total_loss(model, torch.where(flips[:, None], rows.flip(1), rows))
+
+    for seed in range(12):
+        random.seed(seed)
+        np.random.seed(seed)
+        step = step_of(net(), flipped)
+        step.dry_run(ROWS)
+        assert step.recovers
+
+
 def with_seed_of_its_own(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     """As the code of Inductor draws it, for kernels whose random numbers no operation shows."""
     seed = torch.randint(-(2**63), 2**63 - 1, ()) % 1009

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +20,7 @@ from torchtune_adaptive.engine.recovery.trial import Trial, Verdict, cannot_cut
 from torchtune_adaptive.errors import NOTHING_FITS_ADVICE, InputError, NothingFitsError, cannot_recover, reason_of
 
 _LONGEST_LIST = 3  # different figures of ranks in a message
+_OTHER_SEEDS = (20_001, 20_002, 20_003)  # that no program is likely to have
 
 
 def allocate_states(loop: Loop) -> None:
@@ -154,10 +155,8 @@ class _Trials:
         """
         consensus = self._loop.consensus
         verdict = Verdict() if len(self._micro_steps) < 3 else self._trial.verdict(consensus)
-        if verdict.may_be_random:
-            again = self._try_again(seed=1)
-            if again is not None and not self._trial.is_like(again, consensus):
-                verdict = self._trial.random_verdict(consensus)
+        if verdict.may_be_random and self._is_random():
+            verdict = self._trial.random_verdict(consensus)
         if verdict.may_be_random:
             again = self._new(keeps_gradients=self._keeps_gradients, has_constant_noise=True)
             if self._runs.run(self._micro_steps, keeps_gradients=self._keeps_gradients, trial=again) is not None:
@@ -169,10 +168,18 @@ class _Trials:
             raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")
         return verdict
 
-    def _try_again(self, **options: Any) -> Trial | None:
-        """The trial of the first micro-step alone, as the last one of a step. None if it does not fit."""
-        trial = self._new(**options)
-        return None if self._runs.run(self._micro_steps[:1], trial=trial, only_last=True) is None else trial
+    def _is_random(self) -> bool:
+        """Whether random numbers that are not fixed change the gradients of both samples together.
+
+        Those of a sample alone may be the same by chance, as where each row is flipped with a probability.
+        """
+        others = (self._try_again(self._micro_steps[2:], seed=seed) for seed in _OTHER_SEEDS)
+        return any(one is not None and not self._trial.is_like(one, self._loop.consensus) for one in others)
+
+    def _try_again(self, micro_steps: MicroSteps, *, seed: int | None = None) -> Trial | None:
+        """The trial of one of the micro-steps alone, as the last one of a step. None if it does not fit."""
+        trial = self._new(seed=seed)
+        return None if self._runs.run(micro_steps, trial=trial, only_last=True) is None else trial
 
     def _check_undone(self) -> None:
         """Check that a micro-step has the same gradients again after it has ended halfway.
@@ -183,7 +190,7 @@ class _Trials:
             CannotRecoverError: it has other gradients, or fails. Raised on every rank.
         """
         consensus = self._loop.consensus
-        before, failure = self._try_again(), ""
+        before, failure = self._try_again(self._micro_steps[:1]), ""
         try:
             self._end_halfway(before)
             is_changed = self._differs_from(before)
@@ -228,7 +235,7 @@ class _Trials:
 
     def _differs_from(self, before: Trial | None) -> bool:
         """Whether the first micro-step has other gradients than ``before``; not if one of both does not fit."""
-        again = self._try_again()
+        again = self._try_again(self._micro_steps[:1])
         if before is None or again is None:
             return False
         return not before.is_like(again, self._loop.consensus, exactly=True)

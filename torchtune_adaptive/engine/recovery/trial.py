@@ -194,12 +194,12 @@ class Trial:
         return Verdict(is_random=True, why_no_sum=consensus.first_reason(reason))
 
     def is_like(self, other: "Trial", consensus: Consensus, *, exactly: bool = False) -> bool:
-        """Whether both have seen the same gradients in their first micro-step. A collective.
+        """Whether both have seen the same gradients in their last micro-step. A collective.
 
         Args:
             exactly: but for the rounding of kernels that add in another order each time, and not of other batches.
         """
-        distance = (self._first() - other._first()).norm().item()
+        distance = (self._sums[-1] - other._sums[-1]).norm().item()
         largest = max(sums.norm().item() for sums in self._sums)
         tolerance = self._eps() if exactly else _tolerance(self._eps(), "gradients")
         return not consensus.any_rank(distance > tolerance * largest)
