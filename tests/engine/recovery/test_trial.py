@@ -383,6 +383,17 @@ def steps(model: nn.Module) -> Loss:
     return loss
 
 
+def builds(model: nn.Module) -> Loss:
+    """A layer for the shape of the first input, whose random numbers would be those of the trial."""
+
+    def loss(model: Any, rows: torch.Tensor) -> torch.Tensor:
+        if not hasattr(model[1], "shift"):
+            model[1].shift = Shifted(rows.shape[1])
+        return total_loss(model, model[1].shift(rows))
+
+    return loss
+
+
 def no_gradient(model: nn.Module) -> Loss:
     return lambda model, rows: torch.zeros((), requires_grad=True) * 2
 
@@ -395,9 +406,10 @@ def no_gradient(model: nn.Module) -> Loss:
         (hooked(keep_as_main_grad), r"a micro-step puts tensors into attributes of the parameter"),
         (hooked(take), r"a hook takes the gradient of `2\.\w+` away in the backward pass"),
         (steps, "the optimizer SGD steps within a micro-step"),
+        (builds, r"a micro-step adds `1\.shift\.\w+` to the model: build it before, by one forward pass"),
         (no_gradient, r"a micro-step leaves no gradient in `\.grad` of any parameter"),
     ],
-    ids=["update", "main_grad", "new main_grad", "taken", "steps", "no gradient"],
+    ids=["update", "main_grad", "new main_grad", "taken", "steps", "builds", "no gradient"],
 )
 def test_a_micro_step_that_acts_on_more_than_gradients_is_refused_before_it_does(
     harm: Callable[[nn.Module], Loss], sentence: str

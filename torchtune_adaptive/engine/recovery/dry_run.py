@@ -126,6 +126,7 @@ class _Trials:
         self._keeps_gradients = False
         # A micro-step may change parameters in a way that no operation of torch shows.
         self._unchanged = UnchangedParameters(loop.named_parameters(runs.modules))
+        self._names = _names_of_tensors(loop.model)
 
     def run(self, micro_steps: MicroSteps, *, keeps_gradients: bool) -> Found | None:
         """Run ``micro_steps``: on one sample, on another one, and on both; or fewer, of which nothing is known.
@@ -150,10 +151,14 @@ class _Trials:
         """What the micro-steps of ``run`` have shown. A collective.
 
         Raises:
-            CannotRecoverError: a micro-step that ends halfway leaves something that is not undone.
+            CannotRecoverError: a micro-step that ends halfway leaves something that is not undone; or micro-steps have
+                built a layer, with random numbers that were fixed.
             InputError: a micro-step has changed a parameter.
         """
         consensus = self._loop.consensus
+        added = (name for name in _names_of_tensors(self._loop.model) if name not in self._names)
+        if built := consensus.first_reason(next(added, "")):
+            raise cannot_recover(f"a micro-step adds `{built}` to the model: build it before, by one forward pass")
         verdict = Verdict() if len(self._micro_steps) < 3 else self._trial.verdict(consensus)
         if verdict.may_be_random and self._is_random():
             verdict = self._trial.random_verdict(consensus)
@@ -239,3 +244,7 @@ class _Trials:
         if before is None or again is None:
             return False
         return not before.is_like(again, self._loop.consensus, exactly=True)
+
+
+def _names_of_tensors(model: nn.Module) -> list[str]:
+    return [name for name, _ in itertools.chain(model.named_parameters(), model.named_buffers())]

@@ -134,7 +134,7 @@ class Trial:
         finally:
             states.restore()
         for name, parameter in self._model.named_parameters():
-            before, after = attributes[name], _attributes_of(parameter)
+            before, after = attributes.get(name, {}), _attributes_of(parameter)
             if before.keys() != after.keys() or any(before[key] is not value for key, value in after.items()):
                 raise cannot_recover(f"a micro-step puts tensors into attributes of the parameter `{name}`")
 
