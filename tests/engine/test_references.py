@@ -42,6 +42,13 @@ class Layer(nn.Module):
         return GENERATOR.random()
 
 
+class Holding(nn.Module):
+    held: Any = None
+
+    def forward(self, rows: Any) -> Any:
+        return rows
+
+
 class Trainer:
     def __init__(self) -> None:
         self.augmentation = Augmentation()
@@ -76,6 +83,28 @@ def test_a_generator_is_found_by(case: str) -> None:
 
 def test_a_generator_that_a_forward_pass_refers_to_is_found() -> None:
     assert generators_within_reach(lambda: None, [nn.Linear(1, 1), Layer()]) == [GENERATOR]
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda generator: [generator],
+        lambda generator: {"rows": (generator, 0.5)},
+        lambda generator: types.SimpleNamespace(mask=types.SimpleNamespace(generator=generator)),
+        lambda generator: generator.random,
+    ],
+)
+def test_a_generator_within_an_attribute_of_a_module_is_found(hold: Callable[[Any], Any]) -> None:
+    layer, generator = nn.Sequential(Holding()), random.Random(0)
+    layer[0].held = hold(generator)
+    assert generators_within_reach(lambda: None, layer.modules()) == [generator]
+
+
+def test_a_generator_is_found_if_the_class_of_the_layer_was_made_by_torch() -> None:
+    """As FSDP2 makes one."""
+    layer = Layer()
+    layer.__class__ = type("FSDPLayer", (Layer,), {"__module__": "torch.distributed"})
+    assert generators_within_reach(lambda: None, [layer]) == [GENERATOR]
 
 
 def test_a_loss_that_another_method_refers_to_is_found() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtune_adaptive.engine.distributed.attributes import INTERNAL
+
 _MOST_ITEMS = 64  # of a list or dict that is looked into; a larger one has data
 _MOST_OBJECTS = 10_000
 _DEPTH = 6  # of references from one object to another
@@ -41,7 +43,7 @@ def generators_within_reach(start: Any, modules: Iterable[nn.Module] = ()) -> li
     """The random generators of Python, NumPy and torch that ``start`` refers to: a function, an object, or several.
 
     Args:
-        modules: generators in their attributes, too, and those that their forward passes refer to.
+        modules: generators that their attributes or their forward passes are or refer to, too.
 
     >>> generator = random.Random(0)
     >>> generators_within_reach(lambda: generator.random()) == [generator]
@@ -51,20 +53,23 @@ def generators_within_reach(start: Any, modules: Iterable[nn.Module] = ()) -> li
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += [numpy.random.Generator, numpy.random.RandomState]
     modules = list(modules)
-    forward_passes = {type(one): one.forward for one in modules if not _is_of_torch(type(one))}
+    own = [one for one in modules if not _is_of_torch(one.forward)]  # the class of a sharded one is of torch
+    forward_passes = list({type(one): one.forward for one in own}.values())
+    attributes = [value for one in own for name, value in vars(one).items() if name not in INTERNAL]
     found = itertools.chain(
         _within_reach(start, leads_nowhere=_has_no_generators),
-        _within_reach(list(forward_passes.values())[:_MOST_ITEMS], leads_nowhere=_has_no_generators),
+        _within_reach(*forward_passes[:_MOST_ITEMS], leads_nowhere=_has_no_generators),
         *(vars(one).values() for one in modules),
+        _within_reach(*attributes, leads_nowhere=_has_no_generators),
     )
     generators = (one for one in found if isinstance(one, tuple(kinds)))
     return list({id(one): one for one in generators if not isinstance(one, random.SystemRandom)}.values())
 
 
-def _within_reach(start: Any, *, leads_nowhere: Callable[[Any], bool]) -> Iterator[Any]:
-    """``start`` and what it refers to, the nearest first. A module is not looked into."""
+def _within_reach(*starts: Any, leads_nowhere: Callable[[Any], bool]) -> Iterator[Any]:
+    """``starts`` and what they refer to, the nearest first. A module is not looked into."""
     seen = dict[Any, Any]()
-    waiting = deque[tuple[int, Any]]([(0, start)])
+    waiting = deque[tuple[int, Any]]((0, one) for one in starts)
     while waiting and len(seen) < _MOST_OBJECTS:
         depth, value = waiting.popleft()
         key = (id(value.__self__), id(value.__func__)) if isinstance(value, types.MethodType) else id(value)
@@ -99,6 +104,8 @@ def _referred_to(value: Any) -> Iterator[Any]:
         if isinstance(value.__func__, types.FunctionType):
             names = _names_in(value.__func__.__code__)
             yield from _of_classes([value.__self__, *getattr(value.__self__, "__dict__", {}).values()], names)
+    elif isinstance(value, types.BuiltinMethodType):  # such as the method `random` of a generator
+        yield value.__self__
     elif isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.FunctionType):

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from torchtune_adaptive.engine.memory.operations import can_be_written, plain_parts
 
 SMALL_BYTES = 2**20  # of tensors that cost nothing to keep in each step
-_INTERNAL = frozenset(vars(nn.Module()))  # the names of a module's own attributes
+INTERNAL = frozenset(vars(nn.Module()))  # the names of a module's own attributes
 _UNCHANGING = frozenset({"builtins", "torch", "torchtune", "typing"})
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
 _CONTAINERS = frozenset(
@@ -60,7 +60,7 @@ def tensor_places(modules: Sequence[nn.Module]) -> list[TensorPlace]:
     places = [TensorPlace(module._buffers, name, True) for module in modules for name in module._buffers]
     holders = (vars(module) for module in modules if not _changes_nothing(module))
     found = ((one, name) for one in holders for name, value in one.items() if value is None or _can_be_set(value))
-    return places + [TensorPlace(holder, name, False) for holder, name in found if name not in _INTERNAL]
+    return places + [TensorPlace(holder, name, False) for holder, name in found if name not in INTERNAL]
 
 
 def _changes_nothing(module: nn.Module) -> bool:
@@ -112,7 +112,7 @@ class KeptAttributes:
         names = list(map(list, self._holders))
         if names != self._names:
             self._names = names
-            self._places = [(holder, name) for holder in self._holders for name in holder if name not in _INTERNAL]
+            self._places = [(holder, name) for holder in self._holders for name in holder if name not in INTERNAL]
         self._values: list[Any] = [holder[name] for holder, name in self._places]
         self._containers, tensors, known = list[Any](), list[Any](), set[int]()
         for index in [index for index, value in enumerate(self._values) if type(value) not in _PLAIN]:
