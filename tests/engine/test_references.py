@@ -109,3 +109,12 @@ def test_a_generator_is_found_if_the_class_of_the_layer_was_made_by_torch() -> N
 
 def test_a_loss_that_another_method_refers_to_is_found() -> None:
     assert LOSS in modules_within_reach(nn.Linear(1, 1), Trainer().micro_step)
+
+
+@pytest.mark.parametrize(
+    "hold", [lambda loss: {"a": loss}, lambda loss: [loss], lambda loss: types.SimpleNamespace(a=loss)]
+)
+def test_a_loss_within_an_attribute_of_a_module_is_found(hold: Callable[..., Any]) -> None:
+    layer, loss = Holding(), nn.BatchNorm1d(2)
+    layer.held = hold(loss)
+    assert loss in modules_within_reach(nn.Sequential(layer), lambda: None)

@@ -25,17 +25,23 @@ _WITHOUT_METHODS = (type(None), bool, int, float, str, list, dict, tuple, type, 
 def modules_within_reach(model: nn.Module, function: Callable[..., Any]) -> list[nn.Module]:
     """The modules of ``model``, and others that ``function`` refers to: a loss with a buffer, a GAN's other network.
 
-    A ``DistributedDataParallel`` cannot be passed together with them. Modules that are found in another way, such as
-    those that a function of a library keeps, are not seen.
+    Also those that their attributes refer to, as a dict of losses. A ``DistributedDataParallel`` cannot be passed
+    together with them. Modules that are found in another way, such as those that a function of a library keeps, are not
+    seen.
 
     >>> loss = nn.MSELoss()
     >>> modules_within_reach(nn.Linear(1, 1), lambda rows: loss(rows, rows))
     [Linear(in_features=1, out_features=1, bias=True), MSELoss()]
     """
     found = dict.fromkeys(model.modules())
-    for value in _within_reach(function, leads_nowhere=_has_no_modules):
-        if isinstance(value, nn.Module):
-            found |= dict.fromkeys(value.modules())
+
+    def add(*starts: Any) -> None:
+        for value in _within_reach(*starts, leads_nowhere=_has_no_modules):
+            if isinstance(value, nn.Module):
+                found.update(dict.fromkeys(value.modules()))
+
+    add(function)
+    add(*_attributes_of(_of_own_classes(found)))
     return list(found)
 
 
@@ -53,17 +59,25 @@ def generators_within_reach(start: Any, modules: Iterable[nn.Module] = ()) -> li
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += [numpy.random.Generator, numpy.random.RandomState]
     modules = list(modules)
-    own = [one for one in modules if not _is_of_torch(one.forward)]  # the class of a sharded one is of torch
+    own = _of_own_classes(modules)
     forward_passes = list({type(one): one.forward for one in own}.values())
-    attributes = [value for one in own for name, value in vars(one).items() if name not in INTERNAL]
     found = itertools.chain(
         _within_reach(start, leads_nowhere=_has_no_generators),
         _within_reach(*forward_passes[:_MOST_ITEMS], leads_nowhere=_has_no_generators),
         *(vars(one).values() for one in modules),
-        _within_reach(*attributes, leads_nowhere=_has_no_generators),
+        _within_reach(*_attributes_of(own), leads_nowhere=_has_no_generators),
     )
     generators = (one for one in found if isinstance(one, tuple(kinds)))
     return list({id(one): one for one in generators if not isinstance(one, random.SystemRandom)}.values())
+
+
+def _of_own_classes(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those that are not torch's. FSDP2 makes the class of a sharded one, but not its forward pass."""
+    return [one for one in modules if not _is_of_torch(one.forward)]
+
+
+def _attributes_of(modules: Iterable[nn.Module]) -> list[Any]:
+    return [value for one in modules for name, value in vars(one).items() if name not in INTERNAL]
 
 
 def _within_reach(*starts: Any, leads_nowhere: Callable[[Any], bool]) -> Iterator[Any]:
