@@ -384,6 +384,22 @@ def test_attention_takes_no_memory_for_its_matrix_but_for_sums_in_its_backward_p
     assert len(attention) == 2 * len(taken)  # and given back
 
 
+def test_a_matrix_of_all_pairs_of_samples_grows_with_their_square() -> None:
+    """As in losses that tell the samples of a batch apart."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        features = model(batch)
+        (features @ features.T).logsumexp(-1).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    loop = traced(build_model=lambda: nn.Linear(WIDTH, WIDTH), train_step=step)
+    for number in (1, 2, 4, 100):
+        events = loop.step.at(number)
+        products = [event.num_bytes for event in events if event.operation == "aten.mm.default" and event.num_bytes]
+        assert products[0] == 4 * number * number
+
+
 def _bytes_of_operation(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
     """Bytes that the operation takes in a step of 2 samples of 4 heads, 16 tokens and 8 dimensions."""
 
@@ -584,7 +600,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"make_batch": lambda n: torch.ones(4, WIDTH)},
         "`make_batch(n)` must return n samples of one length, but its tensors have shapes"
-        " (4, 8) for n=1; (4, 8) for n=2; (4, 8) for n=3.",
+        " (4, 8) for n=1; (4, 8) for n=2; (4, 8) for n=3; (4, 8) for n=4.",
     ),
     ({"make_batch": lambda n: torch.ones(n, WIDTH + n % 2)}, "`make_batch(n)` must return n samples of one length"),
     ({"make_batch": lambda n: [n]}, "`make_batch(n)` must return n samples of one length"),

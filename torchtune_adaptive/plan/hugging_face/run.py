@@ -125,7 +125,7 @@ class HuggingFaceRun:
         up_to = "up to " if is_shorter and self.mean_len is None else ""
         rows = f"rows of {up_to}{self.mean_len or self.seq_len} tokens"
         if is_shorter:
-            rows += ", " + ("one after the other" if self._is_joined else "padded to the longest of a batch")
+            rows += ", " + ("one after the other" if self.is_joined else "padded to the longest of a batch")
         return f"Assumed: {'; '.join(parts)}; all else as its arguments say, and {rows}."
 
     @property
@@ -133,10 +133,10 @@ class HuggingFaceRun:
         """Tokens of all rows of a batch but the first, which has ``seq_len``."""
         if self.mean_len is not None:
             return self.mean_len
-        return self.seq_len if self._is_joined else max(1, self.seq_len - 1)
+        return self.seq_len if self.is_joined else max(1, self.seq_len - 1)
 
     @property
-    def _is_joined(self) -> bool:
+    def is_joined(self) -> bool:
         """Whether a batch has its rows one after the other, without padding."""
         return bool(self.run_keys.training.get("packing") or self.run_keys.training.get("padding_free"))
 

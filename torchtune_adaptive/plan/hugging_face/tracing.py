@@ -103,13 +103,15 @@ class RunTracer:
     def sizes(self) -> list[int]:
         """Numbers of samples to trace: the first two fill a tile of TRL's loss, whose size then grows no more.
 
+        Where rows follow one another, a third tells what grows with the square of all tokens: a matrix of attention.
         The others are smaller. If activations are offloaded, all tensors of two of them are large enough for that.
         """
         tokens = (self._run.usual_len - 1) * (2 if self._run.trainer == "dpo" else 1)
         tile = 0 if self._run.trainer == "transformers" else tokens_of_a_tile()
         offloaded = _OFFLOADED_BYTES if self._run.run_keys.training.get("activation_offloading") else 0
         small, least = (max(SMALL_BATCH_SIZES[0], fewest // max(1, tokens) + 1) for fewest in (tile, offloaded))
-        return [small, small + 1, *range(1, min(small, least + 2))]
+        more = 2 + self._run.is_joined
+        return [*range(small, small + more), *range(1, min(small, least + more))]
 
     def traced(self, num_layers: int | None, *, sizes: Sequence[int]) -> TracedLoop:
         """The step with so many layers (None: all), traced with these numbers of samples."""

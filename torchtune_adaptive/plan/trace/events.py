@@ -131,6 +131,21 @@ def with_bytes_of(changed: Events, few: Events, more: Events) -> Events | None:
     return tuple(found)
 
 
+def with_squares(extended_by_rows: Events, straight: Events, third: Events, rows: int) -> Events:
+    """The events of a step with so many ``rows`` more than the second of three, with what grows with their square.
+
+    ``straight`` is the third step as it follows from the first two, and ``third`` the one that was traced.
+    """
+    if straight == third or not _shape(extended_by_rows) == _shape(straight) == _shape(third):
+        return extended_by_rows
+    added = (other.num_bytes - one.num_bytes for one, other in zip(straight, third, strict=True))
+    pairs = rows * (rows - 1) // 2
+    return tuple(
+        event._replace(num_bytes=event.num_bytes + pairs * num_bytes)
+        for event, num_bytes in zip(extended_by_rows, added, strict=True)
+    )
+
+
 class _Extension:
     """Builds the events with ``periods`` more periods than ``few``.
 

@@ -31,7 +31,8 @@ from torchtune_adaptive.plan.trace.restored import fake_process_group, settings_
 from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
 from torchtune_adaptive.plan.trace.untraceable import why_untraceable
 
-TRACED_SIZES = (*SMALL_BATCH_SIZES, 1)  # a dimension of size 1 runs other operations
+# The third tells what grows with the square of their number. A dimension of size 1 runs other operations.
+TRACED_SIZES = (*SMALL_BATCH_SIZES, SMALL_BATCH_SIZES[-1] + 1, 1)
 _SHOWN_AFTER_S = 2.0
 
 BuildModel = Callable[[], nn.Module]
@@ -85,7 +86,7 @@ def trace_loop(
         ranks: ranks that train the model together. With more than one, a process group of them exists in all
             functions, of which this process is rank 0.
         like_cuda: trace what a GPU would run and allocate. "cuda" can be named as a device without a GPU.
-        sizes: numbers of samples to trace. Steps of more follow from the first and the largest of them.
+        sizes: numbers of samples to trace. Steps of more follow from the two or three largest of them.
         values_are_fixed: batches differ in their number of samples alone, so that sizes may depend on their values.
         keeps_on_host: whether parameters, gradients and optimizer state are in host memory, where the optimizer steps.
             It is called once the model is built.
@@ -145,16 +146,16 @@ class _FakeLoop:
     def traced(self, batches: Mapping[int, Any], *, after_step: Callable[[], object]) -> TracedLoop:
         """Trace steps with ``batches``, by their numbers of samples."""
         traced: dict[int, Events] = {}
-        small, large = next(iter(batches)), max(batches)
+        small = next(iter(batches))
         with self._mode.faking():
             self._run(batches[small])  # creates the optimizer's state and lets FSDP2 set itself up
         after_step()
         for size, batch in batches.items():
             traced[size] = self._tracer.trace([batch]).events()
             after_step()
-        if not _are_alike(traced[small], traced[large]):
+        if _unlike(traced, small) is not None:
             traced[small] = self._tracer.trace([batches[small]]).events()  # the warm-up may have left something behind
-            if not _are_alike(traced[small], traced[large]):
+            if (large := _unlike(traced, small)) is not None:
                 raise _unequal(traced, small, large)
         return TracedLoop(
             # A loop's first step makes the state.
@@ -289,9 +290,11 @@ def _require_optimizer_of(model: nn.Module, optimizer: Any) -> None:
         )
 
 
-def _are_alike(small: Events, large: Events) -> bool:
-    """Whether steps of two sizes differ in bytes alone."""
-    return len(small) == len(large) and extended(small, large, 1) == large
+def _unlike(traced: Mapping[int, Events], small: int) -> int | None:
+    """A size above ``small`` whose step differs from that of ``small`` in more than bytes; None if there is none."""
+    few = traced[small]
+    larger = ((size, more) for size, more in traced.items() if size > small)
+    return next((size for size, more in larger if len(few) != len(more) or extended(few, more, 1) != more), None)
 
 
 def _unequal(traced: Mapping[int, Events], small: int, large: int) -> InputError:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.host_memory import HostFigures
-from torchtune_adaptive.plan.trace.events import Event, Events, extended, with_setup
+from torchtune_adaptive.plan.trace.events import Event, Events, extended, with_setup, with_squares
 from torchtune_adaptive.plan.trace.loading import arranged, with_more_layers
 
 
@@ -17,7 +17,8 @@ class StepEvents:
 
     Attributes:
         seq_len: 0 if the step is that of a user's loop, whose samples need not be rows of tokens.
-        traced: events of the steps that were traced, by their rows. Those of other rows follow from two of them. Of
+        traced: events of the steps that were traced, by their rows. Those of other rows follow from two of them, or
+            from three, the smallest of more than one row: they tell what grows with the square of the rows. Of
             each step: the events with all layers; or with few, and with a period of layers more.
         periods: of layers that the whole model has more than the first of the traced ones.
         state_exists: the optimizer's state is there before the first step, as after a search.
@@ -77,7 +78,12 @@ class StepEvents:
             return whole
         small, large = self._nearest(batch_size)
         few, more = self._whole(small), self._whole(large)
-        return None if few is None or more is None else extended(few, more, batch_size - small)
+        whole = None if few is None or more is None else extended(few, more, batch_size - small)
+        fewest = self._whole(small - 1) if small > 2 and small - 1 in self.traced else None
+        straight = None if fewest is None else extended(fewest, few, 2)
+        if whole is None or straight is None:
+            return whole
+        return with_squares(whole, straight, more, batch_size - small)
 
     def _nearest(self, batch_size: int) -> tuple[int, int]:
         """The two traced sizes that ``batch_size`` follows from: the last ones that differ by a row and are smaller."""
