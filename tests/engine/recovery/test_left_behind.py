@@ -92,6 +92,25 @@ class Late(nn.Module):
         return rows + before
 
 
+class Added(nn.Module):
+    """States from batch to batch: one is a number at first, an attribute and a buffer are added by the first pass."""
+
+    third: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Any = 0.0
+
+    def forward(self, rows: Rows) -> Rows:
+        if not hasattr(self, "second"):
+            self.second = torch.zeros(WIDTH)
+            self.register_buffer("third", torch.zeros(WIDTH))
+        before, new = self.first + self.second + self.third, rows.detach().sum((0, 1))
+        self.first, self.second = self.first / 2 + new, self.second / 3 + new
+        self.third.add_(new)
+        return rows + before / 10
+
+
 class Paired(nn.Module):
     """A state in a tuple, as that of an LSTM, and another one in a list, which is changed in place."""
 
@@ -293,6 +312,7 @@ CASES: dict[str, tuple[type[nn.Module], Loss | type[LossOfItsOwn]]] = {
     "features, a flag and a counter": (Filled, plain),
     "a buffer without a shape": (Observer, plain),
     "a tensor in an attribute that was None": (Late, plain),
+    "tensors in attributes and a buffer that are added": (Added, plain),
     "tensors in a tuple and a list": (Paired, plain),
     "numbers and arrays of NumPy, an enum, a named tuple, slots": (Measured, plain),
     "a loss with a buffer that the model lacks": (nn.Identity, LossOfItsOwn),

@@ -91,10 +91,15 @@ class KeptAttributes:
     step, which would then keep its memory. Attributes and buffers that a step adds are removed, so that the next step
     adds them again, unless they hold another object. Hooks of modules that a step adds stay, and so do their handles,
     and flags that have become True together with them: transformers sets one to install its hooks only once.
+
+    Args:
+        places: of tensors that the caller restores. Small tensors at other places, which a step may have added or put
+            in place of a number, are restored here.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], places: Iterable[TensorPlace] = ()) -> None:
         self._modules = modules
+        self._restored_elsewhere = {(id(one.holder), one.name) for one in places}
         named = itertools.chain.from_iterable(one._parameters.values() for one in modules)
         self._parameters = list(dict.fromkeys(one for one in named if one is not None))
         own = [module for module in self._modules if not _changes_nothing(module)]
@@ -116,7 +121,9 @@ class KeptAttributes:
         self._values: list[Any] = [holder[name] for holder, name in self._places]
         self._containers, tensors, known = list[Any](), list[Any](), set[int]()
         for index in [index for index, value in enumerate(self._values) if type(value) not in _PLAIN]:
-            found = _within(self._values[index], known)
+            holder, name = self._places[index]
+            is_elsewhere = (id(holder), name) in self._restored_elsewhere
+            found = None if is_elsewhere else _within(self._values[index], known)
             if found is None:
                 self._values[index] = _OTHER
             else:
@@ -225,7 +232,8 @@ def _within(value: Any, known: set[int]) -> tuple[list[Any], list[Any]] | None:
         return [], []
     first = _content(value)
     if first is None and not isinstance(value, (tuple, frozenset)):
-        if _is_small_array(value):
+        is_small_tensor = isinstance(value, torch.Tensor) and _costs_little(value)
+        if is_small_tensor or _is_small_array(value):
             return [], [value]
         return ([], []) if _is_plain(type(value)) else None
     if first is not None and _PLAIN.issuperset(map(type, _values_in(first))):  # as most are

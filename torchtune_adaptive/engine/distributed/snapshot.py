@@ -56,7 +56,7 @@ def restore_on_exit(
     buffers = [(place, place.tensor) for place in tensor_places(modules)]
     of_places = {id(tensor): tensor for _, tensor in buffers if tensor is not None}.values()
     tensors = [*(parameter for parameter in model.parameters() if parameter.requires_grad), *of_places]
-    attributes = KeptAttributes(modules)
+    attributes = KeptAttributes(modules, [place for place, _ in buffers])
     settings = KeptSettings(fsdp_states(model))
     saved_optimizers = SavedOptimizers(optimizers, model)
     with Copies([*tensors, *saved_optimizers.tensors]) as copies, keep_random_states(generators):

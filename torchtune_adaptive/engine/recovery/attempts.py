@@ -88,7 +88,7 @@ class Recovery:
         self._random_states = RandomStates(loop.device, generators)
         self._buffers = buffers
         self._kept: KeptBuffers | None = None
-        self._attributes = KeptAttributes(modules)
+        self._attributes = KeptAttributes(modules, buffers)
         self._states = fsdp_states(loop.model)
         self._settings = self._first_settings = KeptSettings(self._states)
         self._is_in_step = True

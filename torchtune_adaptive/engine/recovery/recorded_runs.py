@@ -156,7 +156,8 @@ class RecordedRuns:
 
         as_last = (False, True) if self.repeats and not only_last else (True,)
         states = fsdp_states(model)
-        settings, attributes, places = KeptSettings(states), KeptAttributes(self.modules), tensor_places(self.modules)
+        settings, places = KeptSettings(states), tensor_places(self.modules)
+        attributes = KeptAttributes(self.modules, places)
         with Copies(one.tensor for one in places if one.tensor is not None) as copies:
             buffers = KeptBuffers(places, copies)
             try:
