@@ -92,6 +92,18 @@ def _train_plain(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     }
 
 
+def _resume_dora(tiny_dir: Path, output_dir: Path) -> bool:
+    """Whether the adapters of a run, and their magnitudes, equal those of one that is resumed after an epoch."""
+
+    def run(**overrides: Any) -> dict[str, torch.Tensor]:
+        cfg = tiny_config("lora", tiny_dir, output_dir, **COMMON | DORA | {"epochs": 2} | overrides)
+        return _trained(finished(adaptive_recipe("lora"), cfg)[2])
+
+    whole = run()
+    shutil.rmtree(output_dir / "epoch_1")
+    return same_bits(whole, run(resume_from_checkpoint=True))
+
+
 def _run_quantized(tiny_dir: Path, output_dir: Path, **overrides: Any) -> tuple[list[Step], Any]:
     overrides = COMMON | {"model__quantize_base": True} | overrides
     steps, _, recipe = finished(adaptive_recipe("lora"), tiny_config("lora", tiny_dir, output_dir, **overrides))
@@ -125,6 +137,7 @@ def _train_quantized(tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
 def _train_alone(rank: int, tiny_dir: Path, output_dir: Path) -> dict[str, Any]:
     return {
         "DoRA": _train_plain(tiny_dir, output_dir / "plain"),
+        "DoRA resumes": _resume_dora(tiny_dir, output_dir / "resumed"),
         "quantized": _train_quantized(tiny_dir, output_dir / "quantized"),
     }
 
@@ -142,6 +155,10 @@ def test_without_shards_every_figure_and_every_adapter_equals_the_stock_recipe(o
     assert len(stock_steps) >= 4
     assert steps == stock_steps
     assert outcome["same adapters"]
+
+
+def test_a_resumed_run_keeps_the_magnitudes_that_dora_has_trained(outcomes: dict[str, Any]) -> None:
+    assert outcomes["DoRA resumes"]
 
 
 @pytest.mark.parametrize("case", ["DoRA", "quantized"])

@@ -14,6 +14,7 @@ from dataclasses import fields
 from importlib.metadata import version
 from itertools import chain, count
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPO
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchao.quantization.qat import FakeQuantizeConfig
 from torchtune import config, training
+from torchtune.modules.peft import DoRALinear
 from torchtune.training.memory import OptimizerInBackwardWrapper
 from torchtune.training.quantization import swap_lora_linear_with_qat
 
@@ -103,6 +105,13 @@ def setting_up() -> Iterator[None]:
         refusal = _cannot_set_up(error)
         _free_quietly(error)
         raise refusal from error
+
+
+@contextmanager
+def keeping_magnitudes() -> Iterator[None]:
+    """Context: DoRA keeps its trained magnitudes. On several ranks torchtune would replace them after loading them."""
+    with mock.patch.object(DoRALinear, "initialize_dora_magnitude"):
+        yield
 
 
 def with_samples(data: Any) -> Any:

@@ -30,7 +30,7 @@ from torchtune_adaptive.stock.checks import (
 )
 from torchtune_adaptive.stock.configs import flattened
 from torchtune_adaptive.stock.identity import identity, method_of_recipe
-from torchtune_adaptive.stock.load import connecting, is_of_stock, setting_up, with_samples
+from torchtune_adaptive.stock.load import connecting, is_of_stock, keeping_magnitudes, setting_up, with_samples
 from torchtune_adaptive.stock.resume import (
     check_epochs,
     checkpoint_folder,
@@ -257,6 +257,11 @@ class AdaptiveRecipe:
         gc.collect()
         if has_group:
             dist.destroy_process_group()
+
+    def _setup_model(self, *args: Any, **kwargs: Any) -> Any:
+        has_adapters = bool(kwargs.get("lora_weights_state_dict"))
+        with keeping_magnitudes() if has_adapters else contextlib.nullcontext():
+            return super()._setup_model(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
         return with_samples(super()._setup_data(*args, **kwargs))  # pyright: ignore[reportAttributeAccessIssue]
