@@ -195,6 +195,22 @@ def test_a_batch_follows_from_the_nearest_traced_ones_that_are_smaller() -> None
     assert all(step.at(rows) == tiled(rows) for rows in range(1, 20))
 
 
+@pytest.mark.parametrize(
+    ("of_rows", "follows"),
+    [
+        (lambda rows: 1000 * rows**2, lambda rows: 1000 * rows**2),
+        (lambda rows: (2048 + 700 * rows) ** 2, lambda rows: (2048 + 700 * rows) ** 2),
+        (lambda rows: rows * (rows - 1) // 2, lambda rows: rows * (rows - 1) // 2),
+        (lambda rows: 128 * -(-rows * 2000 // 128), lambda rows: 6016 + (rows - 3) * 2048),  # rounded up: a line
+    ],
+)
+def test_three_sizes_tell_what_grows_with_the_square(
+    of_rows: Callable[[int], int], follows: Callable[[int], int]
+) -> None:
+    step = StepEvents(0, {rows: ((Event("forward", "mm", "activations", of_rows(rows)),),) for rows in (2, 3, 4)})
+    assert [step.at(rows)[0].num_bytes for rows in (5, 100)] == [follows(5), follows(100)]
+
+
 def test_a_batch_whose_memory_does_not_follow_is_refused_in_one_sentence() -> None:
     def shrinking(number: int) -> Events:
         return (Event("forward", "mm", "activations", 10 - 3 * number),)

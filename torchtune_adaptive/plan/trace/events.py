@@ -4,6 +4,7 @@ A step with more layers, or with more passes of a loop over rows, repeats a peri
 period more than the other, tell where it is, how many bytes grow by the way, and which memory is given back.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
@@ -11,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 BEFORE = ""  # the phase of what exists before the step
 REBUILT = "rebuilt"  # the name of what changes once, before the second step
 WEIGHTS = ("parameters", "frozen models")  # kinds of memory
+_SQUARES_TOLERANCE = 0.01  # what grows by a line from 2 to 4 rows has 0.025
 _SAME_AFTER_LOOP = 8  # events, before which another loop may not begin
 
 
@@ -131,19 +133,26 @@ def with_bytes_of(changed: Events, few: Events, more: Events) -> Events | None:
     return tuple(found)
 
 
-def with_squares(extended_by_rows: Events, straight: Events, third: Events, rows: int) -> Events:
-    """The events of a step with so many ``rows`` more than the second of three, with what grows with their square.
+def with_squares(whole: Events, steps: Sequence[Events], rows: int) -> Events:
+    """The events ``whole`` of a step with so many ``rows`` more than the second of three, as they follow from a line.
 
-    ``straight`` is the third step as it follows from the first two, and ``third`` the one that was traced.
+    Adds what grows with the square of the rows, as a matrix of all pairs of samples. The three ``steps`` differ by a
+    row each.
     """
-    if straight == third or not _shape(extended_by_rows) == _shape(straight) == _shape(third):
-        return extended_by_rows
-    added = (other.num_bytes - one.num_bytes for one, other in zip(straight, third, strict=True))
+    if any(_shape(step) != _shape(whole) for step in steps):
+        return whole
     pairs = rows * (rows - 1) // 2
     return tuple(
-        event._replace(num_bytes=event.num_bytes + pairs * num_bytes)
-        for event, num_bytes in zip(extended_by_rows, added, strict=True)
+        event._replace(num_bytes=event.num_bytes + pairs * _bend(*(one.num_bytes for one in of_steps)))
+        for event, *of_steps in zip(whole, *steps, strict=True)
     )
+
+
+def _bend(first: int, second: int, third: int) -> int:
+    """The second difference of three sizes, if they are squares; else 0: others bend where they are rounded up."""
+    roots = math.sqrt(first), math.sqrt(second), math.sqrt(third)
+    are_squares = abs(roots[0] - 2 * roots[1] + roots[2]) <= _SQUARES_TOLERANCE * roots[2]
+    return first - 2 * second + third if are_squares else 0
 
 
 class _Extension:

@@ -78,12 +78,13 @@ class StepEvents:
             return whole
         small, large = self._nearest(batch_size)
         few, more = self._whole(small), self._whole(large)
-        whole = None if few is None or more is None else extended(few, more, batch_size - small)
+        if few is None or more is None:
+            return None
+        whole = extended(few, more, batch_size - small)
         fewest = self._whole(small - 1) if small > 2 and small - 1 in self.traced else None
-        straight = None if fewest is None else extended(fewest, few, 2)
-        if whole is None or straight is None:
-            return whole
-        return with_squares(whole, straight, more, batch_size - small)
+        return (
+            whole if whole is None or fewest is None else with_squares(whole, [fewest, few, more], batch_size - small)
+        )
 
     def _nearest(self, batch_size: int) -> tuple[int, int]:
         """The two traced sizes that ``batch_size`` follows from: the last ones that differ by a row and are smaller."""
