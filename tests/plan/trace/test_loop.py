@@ -400,6 +400,13 @@ def test_a_matrix_of_all_pairs_of_samples_grows_with_their_square() -> None:
         assert products[0] == 4 * number * number
 
 
+def test_a_loop_that_needs_several_samples_is_planned_from_two_on() -> None:
+    layers = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))  # noqa: E731
+    loop = traced(build_model=layers)
+    assert sorted(loop.step.traced) == [2, 3, 4]
+    assert exact(loop.step.at(8)).phases["forward"] > exact(loop.step.at(4)).phases["forward"]
+
+
 def _bytes_of_operation(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
     """Bytes that the operation takes in a step of 2 samples of 4 heads, 16 tokens and 8 dimensions."""
 
@@ -597,6 +604,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"build_model": lambda: 3}, "`build_model` must return a module, but returned 3 instead."),
     ({"build_model": nn.Sequential}, "`build_model` returned a model without parameters."),
+    ({"build_model": lambda: nn.GRU(WIDTH, WIDTH)}, "`torch.nn.GRU` is not planned: cuDNN computes it on a GPU"),
     (
         {"make_batch": lambda n: torch.ones(4, WIDTH)},
         "`make_batch(n)` must return n samples of one length, but its tensors have shapes"

@@ -151,7 +151,11 @@ class _FakeLoop:
             self._run(batches[small])  # creates the optimizer's state and lets FSDP2 set itself up
         after_step()
         for size, batch in batches.items():
-            traced[size] = self._tracer.trace([batch]).events()
+            try:
+                traced[size] = self._tracer.trace([batch]).events()
+            except InputError:
+                if size > 1:  # batch normalisation needs several
+                    raise
             after_step()
         if _unlike(traced, small) is not None:
             traced[small] = self._tracer.trace([batches[small]]).events()  # the warm-up may have left something behind
@@ -235,6 +239,9 @@ def _built(build_model: BuildModel, *, like_cuda: bool) -> nn.Module:
     parameters = dict(model.named_parameters())
     if not parameters:
         raise InputError("`build_model` returned a model without parameters.")
+    of_cudnn = (type(one).__name__ for one in model.modules() if isinstance(one, nn.RNNBase))
+    if like_cuda and (kind := next(of_cudnn, "")):
+        raise InputError(f"`torch.nn.{kind}` is not planned: cuDNN computes it on a GPU, in memory that is not known.")
     for name, parameter in parameters.items():
         if parameter.device.type != "meta":
             raise InputError(
