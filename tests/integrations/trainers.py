@@ -10,6 +10,7 @@ import random
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -225,14 +226,11 @@ def trained_around(trainer: Any, around: Around) -> Outcome:
     cuts: Cuts = {}
 
     def change(step: Any) -> None:
-        wrap_micro_steps(step, around)
-        cut = step._cutter.cut
-
-        def noted(samples: Any) -> Any:
+        def noted(number: int, micro_step: Callable[[], Any]) -> Any:
             cuts[step._number] = trainer._batches.size
-            return cut(samples)
+            return around(number, micro_step)
 
-        step._cutter.cut = noted
+        wrap_micro_steps(step, noted)
 
     return trained_with(trainer, change)._replace(cuts=cuts)
 
@@ -241,7 +239,7 @@ def told(trainer: Any, cuts: Cuts) -> Outcome:
     """Train with the micro-batches of another training: what ``Outcome.cuts`` says of each of its steps."""
 
     def change(step: Any) -> None:
-        cut = step._cutter.cut
+        cut = partial(type(step._cutter).cut, step._cutter)  # which other steps of the training share
 
         def as_told(samples: Any) -> Any:
             trainer._batches.size = cuts[step._number]
