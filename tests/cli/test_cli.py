@@ -299,7 +299,8 @@ def test_ways_to_fit_are_planned_for_a_hugging_face_model(
     monkeypatch.setattr(ways, "_MOST_RANKS", 4)  # each number of ranks is traced, which takes a second
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     ended = program(
-        *("plan", "--hf", str(tmp_path), "--memory", "600MiB", "--seq-len", "8192"), "--trainer", "transformers"
+        *("plan", "--hf", str(tmp_path), "--memory", "600MiB", "--seq-len", "8192"),
+        *("--trainer", "transformers", "bf16=True"),
     )
     changes = ended.out.partition("Changes that need less memory:\n")[2].splitlines()
     names = [change.removeprefix("- ").partition(":")[0] for change in changes]
