@@ -128,6 +128,10 @@ CASES = {
     "SFT, grouped heads, rows of 1021, no checkpointing": Case(
         keys=_BF16 | {"gradient_checkpointing": False}, seq_len=1021, kv_heads=8
     ),
+    "Trainer, grouped heads, rows of equal length": Case(
+        trainer="transformers", keys=_BF16, sizes=(1, 2, 5), mean_len=1024, kv_heads=8
+    ),
+    "Trainer, grouped heads in float32": Case(trainer="transformers", sizes=(1, 2, 5), mean_len=1024, kv_heads=8),
     "SFT, Liger's kernels, no checkpointing": Case(keys=_BF16 | _LIGER | {"gradient_checkpointing": False}),
     "SFT, LoRA, Liger's kernels": Case(keys=_LORA | _LIGER),
     "Trainer, Liger's kernels": Case(trainer="transformers", keys={"bf16": True} | _LIGER, sizes=(1, 2, 5)),
