@@ -82,9 +82,9 @@ class StepEvents:
             return None
         whole = extended(few, more, batch_size - small)
         fewest = self._whole(small - 1) if small > 2 and small - 1 in self.traced else None
-        return (
-            whole if whole is None or fewest is None else with_squares(whole, [fewest, few, more], batch_size - small)
-        )
+        if whole is None or fewest is None:
+            return whole
+        return with_squares(whole, [fewest, few, more], batch_size - small)
 
     def _nearest(self, batch_size: int) -> tuple[int, int]:
         """The two traced sizes that ``batch_size`` follows from: the last ones that differ by a row and are smaller."""
