@@ -7,10 +7,8 @@ mode, while PyTorch's profiler records every allocation. Each case runs as it is
 torchao's optimizers. Prints a table and writes it to ``results/allocator_events_cpu.md``.
 """
 
-import argparse
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from benchmarks.forecast_accuracy import Case, config_of, draw_cases, write_checkpoint
+from benchmarks.forecast_accuracy import Case, arguments_of, assets, config_of, draw_cases, write_checkpoint
 from benchmarks.live import live_recipe, probe_maker
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
@@ -32,7 +30,6 @@ from tests.support.recipe_runs import loop_of
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.plan.replay import exact
 from torchtune_adaptive.plan.trace.tracer import Tracer
-from torchtune_adaptive.tiny import make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "allocator_events_cpu.md"
 SIZES = (3, 9)
@@ -98,18 +95,11 @@ def compare(case: Case, tiny_dir: Path, directory: Path) -> dict[str, Comparison
 
 def main() -> None:
     """Measure the cases, and write the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.allocator_events")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--cases", type=int, default=8, help="default: %(default)s")
-    options = parser.parse_args()
-    logging.disable(logging.WARNING)
+    options = arguments_of("allocator_events", cases=8)
     started = time.perf_counter()
     cases = draw_cases(options.seed, options.cases)
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        os.environ |= {"HF_HOME": str(directory / "huggingface"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor")}
-        make_tiny_assets(directory / "tiny", num_samples=1000)
+    with assets() as directory:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory / "inductor")
         compared = [compare(case, directory / "tiny", directory) for case in tqdm(cases, unit=" cases")]
     _report(cases, compared, seed=options.seed, seconds=time.perf_counter() - started)
 

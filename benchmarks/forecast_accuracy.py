@@ -17,7 +17,9 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,25 @@ def _words_for(options: dict[str, Any]) -> list[str]:
         words.append(f"accumulation {options['gradient_accumulation_steps']}")
     words += ["no reshard"] * (not options["fsdp_reshard_after_forward"])
     return words + ["embeddings sharded apart"] * (options["custom_sharded_layers"] is not None)
+
+
+def arguments_of(program: str, *, cases: int) -> argparse.Namespace:
+    """The arguments of a ``program`` that draws cases, by default so many."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--cases", type=int, default=cases, help="default: %(default)s")
+    return parser.parse_args()
+
+
+@contextmanager
+def assets() -> Iterator[Path]:
+    """Context: a temporary folder in which ``tiny`` has tokenizer and data. Messages are not shown from now on."""
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        os.environ |= {"HF_HOME": str(directory / "huggingface"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        make_tiny_assets(directory / "tiny", num_samples=1000)
+        yield directory
 
 
 def draw_cases(seed: int, count: int) -> list[Case]:
@@ -275,16 +296,9 @@ def forecast(case: Case, cfg: DictConfig) -> TracedStep | str:
 
 def main() -> None:
     """Measure the cases, write the table, and exit with status 1 if one missed its aim."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.forecast_accuracy")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--cases", type=int, default=32, help="default: %(default)s")
-    options = parser.parse_args()
-    logging.disable(logging.WARNING)
+    options = arguments_of("forecast_accuracy", cases=32)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        os.environ |= {"HF_HOME": str(directory / "huggingface"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        make_tiny_assets(directory / "tiny", num_samples=1000)
+    with assets() as directory:
         compared = compare(draw_cases(options.seed, options.cases), directory / "tiny", directory)
     _report(compared, seed=options.seed, seconds=time.perf_counter() - started)
     sys.exit(any(comparison.misses() for comparison in compared))

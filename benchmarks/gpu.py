@@ -67,7 +67,8 @@ def main() -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     if gpu is None:
         print("There is no CUDA device: every part is rehearsed on the CPU, with a tiny model, and measures no GPU.")
-    name = "rehearsal_cpu" if gpu is None else "simulated" if gpu == SIMULATED else _slug(gpu)
+    slug = re.sub(r"[^a-z0-9]+", "_", (gpu or "").lower()).strip("_")
+    name = "rehearsal_cpu" if gpu is None else "simulated" if gpu == SIMULATED else slug
     times = _TIMES_WITHOUT_GPU if gpu in _ABOUT else 1
     stem: Path = options.output or RESULTS / f"gpu_{name}"
     deadline = time.monotonic() + 60 * options.minutes
@@ -101,17 +102,14 @@ def _parts(names: str) -> list[str]:
     return parts
 
 
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-
-
 def _play(part: str, directory: Path, *, seconds: float) -> Result:
     """Run a part in a process of its own, and end all processes that it has left."""
     output, started = directory / f"{part}.json", time.monotonic()
     result: Result = {"part": part, "sections": [], "seconds": 0.0}
     if seconds <= 0:
         return result | {"ended": "not started: no time was left"}
-    process = subprocess.Popen(_command(part, output, seconds, directory), start_new_session=True, env=_environment())
+    command = [sys.executable, "-m", "benchmarks.on_gpu", part, str(output), str(seconds), str(directory)]
+    process = subprocess.Popen(command, start_new_session=True, env=_environment())
     try:
         status = process.wait(timeout=seconds + _GRACE_S)
         ended = "done" if status == 0 else f"failed with exit status {status}"
@@ -121,10 +119,6 @@ def _play(part: str, directory: Path, *, seconds: float) -> Result:
         _end(process)
     sections = json.loads(output.read_text()) if output.exists() else []
     return result | {"ended": ended, "seconds": time.monotonic() - started, "sections": sections}
-
-
-def _command(part: str, output: Path, seconds: float, directory: Path) -> list[str]:
-    return [sys.executable, "-m", "benchmarks.on_gpu", part, str(output), str(seconds), str(directory)]
 
 
 def _environment() -> dict[str, str]:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ the limit and the allocator need not empty its cache, as in a search; every size
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """A run: a config with ``changes``, on ``ranks`` ranks.
 
@@ -54,6 +54,7 @@ class Case:
 
     group: str
     config: str
+    _: KW_ONLY
     changes: dict[str, Any] = field(default_factory=dict)
     seq_len: int = 2048
     ranks: int = 1
@@ -73,111 +74,71 @@ _LISTS = {
 _ONE_BY_ONE = {"optimizer__fused": False, "optimizer__foreach": False}
 _OFFLOADING = _AC | {"enable_activation_offloading": True}
 _IN_BACKWARD = {"optimizer_in_bwd": True}
+_SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 1e-4, "momentum": 0.9}}
+_ADAFACTOR = {"optimizer": {"_component_": "torch.optim.Adafactor", "lr": 1e-4}}
+_1B_DPO = {
+    "model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"},
+    "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "lr": 2e-5},
+}
+_NOT_RESHARDED = {"fsdp_reshard_after_forward": False}
 _NOTHING = {"enable_activation_checkpointing": False}
 _IN_FOUR, _IN_TWO = (_NOTHING | {"ac_mode": "selective", "ac_option": every} for every in (4, 2))
-_1B, _3B, _8B = "llama3_2/1B_{}", "llama3_2/3B_{}", "llama3_1/8B_{}"
+_1B, _3B, _8B = "llama3_2/1B_full", "llama3_2/3B_full", "llama3_1/8B_full"
+_1B_LORA, _3B_LORA, _8B_LORA = "llama3_2/1B_lora", "llama3_2/3B_lora", "llama3_1/8B_lora"
+_1B_QLORA, _8B_QLORA = "llama3_2/1B_qlora_single_device", "llama3_1/8B_qlora_single_device"
+_1B_SINGLE, _TO_1B = "llama3_2/1B_full_single_device", "llama3_2/8B_to_1B_KD_lora_distributed"
 
 
 def _candidate(config: str, changes: dict[str, Any], *sizes: int) -> Case:
     """A config with another checkpointing, under the limits of two cards."""
-    return Case(group="fastest", config=config, changes=changes, sizes=sizes, limits_gib=(24, 80))
+    return Case("fastest", config, changes=changes, sizes=sizes, limits_gib=(24, 80))
 
 
 CASES = {
-    "1B full": Case(
-        group="full", config=_1B.format("full"), sizes=(1, 2, 3, 5, 8, 12, 16), limits_gib=(24, 40, 60, 80)
-    ),
-    "1B full, plain loss": Case(
-        group="full", config=_1B.format("full"), changes=_PLAIN_LOSS, sizes=(1, 2, 4, 8, 12), limits_gib=(40, 80)
-    ),
-    "1B full, accumulation and lists": Case(
-        group="full", config=_1B.format("full"), changes=_LISTS, limits_gib=(32, 60)
-    ),
-    "1B full, one by one": Case(group="full", config=_1B.format("full"), changes=_ONE_BY_ONE, limits_gib=(24,)),
-    "1B full, rows of 512": Case(
-        group="full", config=_1B.format("full"), seq_len=512, sizes=(1, 3, 9, 27), limits_gib=(24, 40)
-    ),
-    "3B full": Case(group="full", config=_3B.format("full"), sizes=(1, 2, 4, 8, 16, 26), limits_gib=(40, 60, 80)),
-    "8B full": Case(group="full", config=_8B.format("full"), sizes=(1, 2, 4, 8, 9, 12), limits_gib=(70, 80)),
-    "1B full, checkpointing": Case(
-        group="checkpointing", config=_1B.format("full"), changes=_AC, sizes=(1, 2, 4, 8, 16, 32), limits_gib=(24, 40)
-    ),
+    "1B full": Case("full", _1B, sizes=(1, 2, 3, 5, 8, 12, 16), limits_gib=(24, 40, 60, 80)),
+    "1B full, plain loss": Case("full", _1B, changes=_PLAIN_LOSS, sizes=(1, 2, 4, 8, 12), limits_gib=(40, 80)),
+    "1B full, accumulation and lists": Case("full", _1B, changes=_LISTS, limits_gib=(32, 60)),
+    "1B full, one by one": Case("full", _1B, changes=_ONE_BY_ONE, limits_gib=(24,)),
+    "1B full, rows of 512": Case("full", _1B, seq_len=512, sizes=(1, 3, 9, 27), limits_gib=(24, 40)),
+    "3B full": Case("full", _3B, sizes=(1, 2, 4, 8, 16, 26), limits_gib=(40, 60, 80)),
+    "8B full": Case("full", _8B, sizes=(1, 2, 4, 8, 9, 12), limits_gib=(70, 80)),
+    "1B full, checkpointing": Case("checkpointing", _1B, changes=_AC, sizes=(1, 2, 4, 8, 16, 32), limits_gib=(24, 40)),
     "1B LoRA, checkpointing": Case(
-        group="checkpointing", config=_1B.format("lora"), changes=_AC, sizes=(1, 2, 4, 8, 16, 32), limits_gib=(24, 40)
+        "checkpointing", _1B_LORA, changes=_AC, sizes=(1, 2, 4, 8, 16, 32), limits_gib=(24, 40)
     ),
-    "8B LoRA, checkpointing": Case(
-        group="checkpointing", config=_8B.format("lora"), changes=_AC, sizes=(1, 2, 4, 8, 16), limits_gib=(24, 40)
-    ),
+    "8B LoRA, checkpointing": Case("checkpointing", _8B_LORA, changes=_AC, sizes=(1, 2, 4, 8, 16), limits_gib=(24, 40)),
     # What `tune-adaptive fastest` may try.
-    "1B full, one layer in 4": _candidate(_1B.format("full"), _IN_FOUR, 1, 4),
-    "1B full, one layer in 2": _candidate(_1B.format("full"), _IN_TWO, 1, 4),
-    "8B full, nothing checkpointed": _candidate(_8B.format("full"), _NOTHING, 1, 2),
-    "8B full, one layer in 4": _candidate(_8B.format("full"), _IN_FOUR, 1, 2),
-    "8B full, one layer in 2": _candidate(_8B.format("full"), _IN_TWO, 1, 2),
-    "8B LoRA, all layers": _candidate(_8B.format("lora"), _AC, 1, 2),
-    "1B full, offloading": Case(
-        group="offloading", config=_1B.format("full"), changes=_OFFLOADING, sizes=(1, 2, 4, 8, 16), limits_gib=(24,)
-    ),
-    "1B LoRA": Case(group="LoRA", config=_1B.format("lora"), sizes=(1, 2, 4, 8, 14), limits_gib=(12, 24, 40, 80)),
-    "3B LoRA": Case(group="LoRA", config=_3B.format("lora"), sizes=(1, 2, 4, 7), limits_gib=(24, 40, 80)),
-    "8B LoRA": Case(group="LoRA", config=_8B.format("lora"), sizes=(1, 2, 3, 4), limits_gib=(40, 80)),
-    "1B LoRA, rows of 4096": Case(
-        group="LoRA", config=_1B.format("lora"), seq_len=4096, sizes=(1, 2, 3, 5), limits_gib=(24, 40)
-    ),
-    "1B LoRA, rows of 300": Case(
-        group="LoRA", config=_1B.format("lora"), seq_len=300, sizes=(1, 5, 20, 50), limits_gib=(12, 24)
-    ),
-    "1B full, optimizer in backward": Case(
-        group="optimizer", config=_1B.format("full_single_device"), changes=_IN_BACKWARD, limits_gib=(24,)
-    ),
-    "1B full, SGD": Case(
-        group="optimizer",
-        config=_1B.format("full"),
-        changes={"optimizer": {"_component_": "torch.optim.SGD", "lr": 1e-4, "momentum": 0.9}},
-        limits_gib=(24,),
-    ),
-    "1B full, Adafactor": Case(
-        group="optimizer",
-        config=_1B.format("full"),
-        changes={"optimizer": {"_component_": "torch.optim.Adafactor", "lr": 1e-4}},
-        limits_gib=(24,),
-    ),
-    "1B QLoRA": Case(
-        group="QLoRA", config="llama3_2/1B_qlora_single_device", sizes=(1, 2, 4, 8, 16), limits_gib=(12, 24)
-    ),
-    "8B QLoRA": Case(group="QLoRA", config="llama3_1/8B_qlora_single_device", limits_gib=(24, 40)),
-    "8B DPO of LoRA": Case(group="DPO", config="llama3_1/8B_lora_dpo", sizes=(1, 2, 4, 8), limits_gib=(40, 80)),
-    "1B DPO": Case(
-        group="DPO",
-        config="llama3_1/8B_full_dpo",
-        changes={
-            "model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"},
-            "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "lr": 2e-5},
-        },
-        limits_gib=(40,),
-    ),
-    "8B to 1B, distillation": Case(
-        group="distillation", config="llama3_2/8B_to_1B_KD_lora_distributed", sizes=(1, 2, 4, 8), limits_gib=(40, 80)
-    ),
-    "1B full on 2 ranks": Case(group="ranks", config=_1B.format("full"), ranks=2, limits_gib=(24, 40)),
-    "3B full on 2 ranks": Case(group="ranks", config=_3B.format("full"), ranks=2, limits_gib=(24, 40)),
-    "1B LoRA on 2 ranks": Case(group="ranks", config=_1B.format("lora"), ranks=2, limits_gib=(24, 40)),
-    "3B LoRA on 2 ranks": Case(group="ranks", config=_3B.format("lora"), ranks=2, sizes=(1, 2, 4), limits_gib=(24,)),
-    "1B full on 2 ranks, not resharded": Case(
-        group="ranks",
-        config=_1B.format("full"),
-        changes={"fsdp_reshard_after_forward": False},
-        ranks=2,
-        limits_gib=(24,),
-    ),
+    "1B full, one layer in 4": _candidate(_1B, _IN_FOUR, 1, 4),
+    "1B full, one layer in 2": _candidate(_1B, _IN_TWO, 1, 4),
+    "8B full, nothing checkpointed": _candidate(_8B, _NOTHING, 1, 2),
+    "8B full, one layer in 4": _candidate(_8B, _IN_FOUR, 1, 2),
+    "8B full, one layer in 2": _candidate(_8B, _IN_TWO, 1, 2),
+    "8B LoRA, all layers": _candidate(_8B_LORA, _AC, 1, 2),
+    "1B full, offloading": Case("offloading", _1B, changes=_OFFLOADING, sizes=(1, 2, 4, 8, 16), limits_gib=(24,)),
+    "1B LoRA": Case("LoRA", _1B_LORA, sizes=(1, 2, 4, 8, 14), limits_gib=(12, 24, 40, 80)),
+    "3B LoRA": Case("LoRA", _3B_LORA, sizes=(1, 2, 4, 7), limits_gib=(24, 40, 80)),
+    "8B LoRA": Case("LoRA", _8B_LORA, sizes=(1, 2, 3, 4), limits_gib=(40, 80)),
+    "1B LoRA, rows of 4096": Case("LoRA", _1B_LORA, seq_len=4096, sizes=(1, 2, 3, 5), limits_gib=(24, 40)),
+    "1B LoRA, rows of 300": Case("LoRA", _1B_LORA, seq_len=300, sizes=(1, 5, 20, 50), limits_gib=(12, 24)),
+    "1B full, optimizer in backward": Case("optimizer", _1B_SINGLE, changes=_IN_BACKWARD, limits_gib=(24,)),
+    "1B full, SGD": Case("optimizer", _1B, changes=_SGD, limits_gib=(24,)),
+    "1B full, Adafactor": Case("optimizer", _1B, changes=_ADAFACTOR, limits_gib=(24,)),
+    "1B QLoRA": Case("QLoRA", _1B_QLORA, sizes=(1, 2, 4, 8, 16), limits_gib=(12, 24)),
+    "8B QLoRA": Case("QLoRA", _8B_QLORA, limits_gib=(24, 40)),
+    "8B DPO of LoRA": Case("DPO", "llama3_1/8B_lora_dpo", sizes=(1, 2, 4, 8), limits_gib=(40, 80)),
+    "1B DPO": Case("DPO", "llama3_1/8B_full_dpo", changes=_1B_DPO, limits_gib=(40,)),
+    "8B to 1B, distillation": Case("distillation", _TO_1B, sizes=(1, 2, 4, 8), limits_gib=(40, 80)),
+    "1B full on 2 ranks": Case("ranks", _1B, ranks=2, limits_gib=(24, 40)),
+    "3B full on 2 ranks": Case("ranks", _3B, ranks=2, limits_gib=(24, 40)),
+    "1B LoRA on 2 ranks": Case("ranks", _1B_LORA, ranks=2, limits_gib=(24, 40)),
+    "3B LoRA on 2 ranks": Case("ranks", _3B_LORA, ranks=2, sizes=(1, 2, 4), limits_gib=(24,)),
+    "1B full on 2 ranks, not resharded": Case("ranks", _1B, changes=_NOT_RESHARDED, ranks=2, limits_gib=(24,)),
     "1B full on 2 ranks, checkpointing": Case(
-        group="ranks", config=_1B.format("full"), changes=_AC, ranks=2, sizes=(1, 2, 4, 8, 16), limits_gib=(24,)
+        "ranks", _1B, changes=_AC, ranks=2, sizes=(1, 2, 4, 8, 16), limits_gib=(24,)
     ),
-    "3B full on 4 ranks": Case(group="ranks", config=_3B.format("full"), ranks=4, limits_gib=(24,)),
-    "1B full, expandable": Case(group="expandable", config=_1B.format("full"), expandable=True, limits_gib=(24, 40)),
-    "8B full, expandable": Case(
-        group="expandable", config=_8B.format("full"), sizes=(2, 4, 8), expandable=True, limits_gib=(70,)
-    ),
+    "3B full on 4 ranks": Case("ranks", _3B, ranks=4, limits_gib=(24,)),
+    "1B full, expandable": Case("expandable", _1B, expandable=True, limits_gib=(24, 40)),
+    "8B full, expandable": Case("expandable", _8B, sizes=(2, 4, 8), expandable=True, limits_gib=(70,)),
 }
 
 
@@ -210,7 +171,6 @@ def _planned(case: Case) -> dict[str, Any]:
 def _measured(case: Case, tried: dict[str, list[int]]) -> dict[str, Any]:
     """The same of real steps. ``tried``: by limit, the sizes of which one step is tried."""
     import torch
-    import torch.distributed as dist
 
     from benchmarks.live import probe_maker, real_steps
     from benchmarks.on_gpu.random_recipe import live_random_recipe, random_config, start_group
@@ -225,9 +185,7 @@ def _measured(case: Case, tried: dict[str, list[int]]) -> dict[str, Any]:
     if case.ranks > 1:
         stage = replace(stage, device=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
         cuda.set_device(stage.device)
-        dist.init_process_group("nccl")
-    else:
-        start_group(stage)
+    start_group(stage)
     cfg = random_config(stage, case.config, num_rows=4096, use_maximum_batch_size=False, **case.changes)
     recipe = live_random_recipe(cfg)
     loop, make_batch = loop_of(recipe, is_metered=False), probe_maker(recipe)

@@ -21,13 +21,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.on_ranks import measured_on_ranks, no_assets
 from benchmarks.provenance import provenance
 from benchmarks.tables import middle, publish, table
 from benchmarks.turns import turns
+from tests.support.faults import same_bits
+from tests.support.recipe_runs import local_parameters
 from torchtune_adaptive import RecoverableStep
 from torchtune_adaptive.engine.distributed.consensus import Consensus
 
@@ -85,12 +86,6 @@ def finish_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_sum: to
     optimizer.zero_grad()
 
 
-def own_shards(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's part of each parameter."""
-    parameters: list[Any] = list(model.parameters())
-    return [one.to_local() if isinstance(one, DTensor) else one for one in parameters]
-
-
 class Loop:
     """A plain loop, whose forward and backward passes may go through ``RecoverableStep``. A collective."""
 
@@ -145,12 +140,8 @@ class Loop:
         return torch.stack(losses).sum(), sum(numbers)
 
 
-@dataclass(frozen=True)
-class Times:
-    """The times of a step of each variant by round, on rank 0, in ms: wall time, and CPU time of its thread."""
-
-    wall_ms: dict[str, list[float]]
-    cpu_ms: dict[str, list[float]]
+# By clock and variant, the times of a step in each round, on rank 0, in ms: wall time, and CPU time of its thread.
+Times = dict[str, dict[str, list[float]]]
 
 
 def main() -> None:
@@ -166,22 +157,22 @@ def _measure(_: Path, cases: list[Case]) -> list[tuple[Case, Times]]:
 def _measured(case: Case) -> Times:
     """Time the steps of each variant. A collective."""
     loops = {variant: Loop(case, variant) for variant in VARIANTS}
-    times = Times({variant: [] for variant in VARIANTS}, {variant: [] for variant in VARIANTS})
+    times: Times = {clock: {variant: [] for variant in VARIANTS} for clock in ("wall", "cpu")}
     for number, variant in turns(VARIANTS, 1 + case.rounds):
         wall, cpu = time.perf_counter(), time.thread_time()
         loops[variant].train()
         if number:  # in the first round lazy set-up is done
-            times.wall_ms[variant].append(1e3 * (time.perf_counter() - wall))
-            times.cpu_ms[variant].append(1e3 * (time.thread_time() - cpu))
+            times["wall"][variant].append(1e3 * (time.perf_counter() - wall))
+            times["cpu"][variant].append(1e3 * (time.thread_time() - cpu))
     for loop in loops.values():
-        if not all(map(torch.equal, own_shards(loop.model), own_shards(loops[PLAIN].model))):
+        if not same_bits(local_parameters(loop.model), local_parameters(loops[PLAIN].model)):
             raise RuntimeError("the loops ended with different parameters, so that they did not do the same work")
     return times
 
 
 def _rows(case: Case, times: Times) -> list[list[str]]:
     rows = []
-    for clock, by_variant in (("wall", times.wall_ms), ("cpu", times.cpu_ms)):
+    for clock, by_variant in times.items():
         ratios = [
             middle([other / one for one, other in zip(by_variant[one], by_variant[other], strict=True)], digits=3)
             for one, other in RATIOS

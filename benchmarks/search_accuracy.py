@@ -56,7 +56,7 @@ FOREACH = {"optimizer.foreach": True, "optimizer.fused": False}
 CASES = [
     Case("full", 256, "192MiB", {"optimizer.fused": True}),
     Case("full", 256, "96MiB", AC | {"optimizer.fused": True}),
-    Case("full", 64, "96MiB", {"optimizer.foreach": True, "optimizer.fused": False}),
+    Case("full", 64, "96MiB", FOREACH),
     Case("full", 100, "64MiB", AC | FOREACH),
     Case("full", 128, "128MiB", {"gradient_accumulation_steps": 2}),
     Case("full", 200, "80MiB", AC | {"dtype": "bf16"}),

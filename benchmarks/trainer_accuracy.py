@@ -83,59 +83,61 @@ class Case:
 
 
 _BF16 = {"dtype": "bfloat16"}
+_NO_CHECKPOINTING = {"gradient_checkpointing": False}
+_ALL_LAYERS = {"lora_target_modules": "all-linear"}
 _LORA = _BF16 | {"use_peft": True}
 _LIGER = {"use_liger_kernel": True}
-_QLORA = _LORA | {"load_in_4bit": True}
+_QLORA, _LORA_8BIT = _LORA | {"load_in_4bit": True}, _LORA | {"load_in_8bit": True}
+
+
+def _trainer(keys: dict[str, Any], **others: Any) -> Case:
+    return Case(trainer="transformers", keys=keys, sizes=(1, 2, 5), **others)
+
+
+def _dpo(keys: dict[str, Any], **others: Any) -> Case:
+    return Case(trainer="dpo", keys=keys, seq_len=512, **others)
+
+
 CASES = {
     "SFT": Case(),
     "SFT, weights in bfloat16": Case(keys=_BF16),
     "SFT, weights in bfloat16, rows of equal length": Case(keys=_BF16, mean_len=1024),
-    "SFT, no checkpointing": Case(keys=_BF16 | {"gradient_checkpointing": False}),
+    "SFT, no checkpointing": Case(keys=_BF16 | _NO_CHECKPOINTING),
     "SFT, accumulation": Case(keys=_BF16 | {"gradient_accumulation_steps": 4}),
     "SFT, float16": Case(keys={"fp16": True}),
     "SFT, Adafactor": Case(keys=_BF16 | {"optim": "adafactor"}),
     "SFT, LoRA": Case(keys=_LORA),
     "SFT, LoRA on all layers, rows of 4096": Case(
-        keys=_LORA | {"lora_target_modules": "all-linear", "lora_r": 64}, seq_len=4096, sizes=(1, 2)
+        keys=_LORA | _ALL_LAYERS | {"lora_r": 64}, seq_len=4096, sizes=(1, 2)
     ),
     "SFT, DoRA": Case(keys=_LORA | {"use_dora": True}),
     "SFT, LoRA and the whole head": Case(keys=_LORA | {"lora_modules_to_save": ["lm_head"]}),
-    "Trainer": Case(trainer="transformers", keys={"bf16": True, "gradient_checkpointing": True}, sizes=(1, 2, 5)),
-    "Trainer, weights in bfloat16, checkpointing": Case(
-        trainer="transformers", keys=_BF16 | {"gradient_checkpointing": True}, sizes=(1, 2, 5)
-    ),
-    "Trainer, weights in bfloat16": Case(trainer="transformers", keys=_BF16, sizes=(1, 2, 5)),
-    "Trainer, weights in bfloat16, rows of equal length": Case(
-        trainer="transformers", keys=_BF16, sizes=(1, 2, 5), mean_len=1024
-    ),
+    "Trainer": _trainer({"bf16": True, "gradient_checkpointing": True}),
+    "Trainer, weights in bfloat16, checkpointing": _trainer(_BF16 | {"gradient_checkpointing": True}),
+    "Trainer, weights in bfloat16": _trainer(_BF16),
+    "Trainer, weights in bfloat16, rows of equal length": _trainer(_BF16, mean_len=1024),
     "SFT, LoRA, DDP on 2 ranks": Case(keys=_LORA, ranks=2),
-    "SFT, LoRA, no checkpointing, DDP on 2 ranks": Case(keys=_LORA | {"gradient_checkpointing": False}, ranks=2),
+    "SFT, LoRA, no checkpointing, DDP on 2 ranks": Case(keys=_LORA | _NO_CHECKPOINTING, ranks=2),
     "SFT, DDP on 2 ranks": Case(keys=_BF16, ranks=2),
-    "DPO": Case(trainer="dpo", keys=_BF16, seq_len=512),
-    "DPO, rows of equal length": Case(trainer="dpo", keys=_BF16, seq_len=512, mean_len=512),
-    "DPO, LoRA": Case(trainer="dpo", keys=_LORA, seq_len=512),
-    "DPO, LoRA, reference before training": Case(
-        trainer="dpo", keys=_LORA | {"precompute_ref_log_probs": True}, seq_len=512
-    ),
+    "DPO": _dpo(_BF16),
+    "DPO, rows of equal length": _dpo(_BF16, mean_len=512),
+    "DPO, LoRA": _dpo(_LORA),
+    "DPO, LoRA, reference before training": _dpo(_LORA | {"precompute_ref_log_probs": True}),
     "SFT, QLoRA": Case(keys=_QLORA),
-    "SFT, QLoRA on all layers": Case(keys=_QLORA | {"lora_target_modules": "all-linear", "use_bnb_nested_quant": True}),
-    "SFT, QLoRA, no checkpointing": Case(keys=_QLORA | {"gradient_checkpointing": False}),
-    "SFT, LoRA on 8 bits": Case(keys=_LORA | {"load_in_8bit": True}),
-    "SFT, LoRA on 8 bits, no checkpointing": Case(
-        keys=_LORA | {"load_in_8bit": True, "lora_target_modules": "all-linear", "gradient_checkpointing": False}
-    ),
+    "SFT, QLoRA on all layers": Case(keys=_QLORA | _ALL_LAYERS | {"use_bnb_nested_quant": True}),
+    "SFT, QLoRA, no checkpointing": Case(keys=_QLORA | _NO_CHECKPOINTING),
+    "SFT, LoRA on 8 bits": Case(keys=_LORA_8BIT),
+    "SFT, LoRA on 8 bits, no checkpointing": Case(keys=_LORA_8BIT | _ALL_LAYERS | _NO_CHECKPOINTING),
     "SFT, 8-bit AdamW": Case(keys=_BF16 | {"optim": "adamw_8bit"}),
     "SFT, grouped heads, rows of 1021, no checkpointing": Case(
-        keys=_BF16 | {"gradient_checkpointing": False}, seq_len=1021, kv_heads=8
+        keys=_BF16 | _NO_CHECKPOINTING, seq_len=1021, kv_heads=8
     ),
-    "Trainer, grouped heads, rows of equal length": Case(
-        trainer="transformers", keys=_BF16, sizes=(1, 2, 5), mean_len=1024, kv_heads=8
-    ),
-    "Trainer, grouped heads in float32": Case(trainer="transformers", sizes=(1, 2, 5), mean_len=1024, kv_heads=8),
-    "SFT, Liger's kernels, no checkpointing": Case(keys=_BF16 | _LIGER | {"gradient_checkpointing": False}),
+    "Trainer, grouped heads, rows of equal length": _trainer(_BF16, mean_len=1024, kv_heads=8),
+    "Trainer, grouped heads in float32": _trainer({}, mean_len=1024, kv_heads=8),
+    "SFT, Liger's kernels, no checkpointing": Case(keys=_BF16 | _LIGER | _NO_CHECKPOINTING),
     "SFT, LoRA, Liger's kernels": Case(keys=_LORA | _LIGER),
-    "Trainer, Liger's kernels": Case(trainer="transformers", keys={"bf16": True} | _LIGER, sizes=(1, 2, 5)),
-    "Trainer, weights in bfloat16, Liger's kernels": Case(trainer="transformers", keys=_BF16 | _LIGER, sizes=(1, 2, 5)),
+    "Trainer, Liger's kernels": _trainer({"bf16": True} | _LIGER),
+    "Trainer, weights in bfloat16, Liger's kernels": _trainer(_BF16 | _LIGER),
     "SFT, FSDP2 on 2 ranks": Case(keys={"fsdp": True}, ranks=2),
     "SFT, LoRA, FSDP2 on 2 ranks": Case(keys=_LORA | {"fsdp": True}, ranks=2),
 }

@@ -38,7 +38,8 @@ def keys() -> str:
     rows = ["| key | default | values | meaning |", "|---|---|---|---|"]
     for field, key in zip(fields(AdaptiveSettings), CONFIG_KEYS, strict=True):
         values = _VALUES.get(key.path) or _values(get_args(field.type)[0])
-        rows.append(f"| `{key.path}` | `{_written(key.default)}` | {_marked(values)} | {_marked(key.description)} |")
+        default = "null" if key.default is None else key.default  # as YAML writes it
+        rows.append(f"| `{key.path}` | `{default}` | {_marked(values)} | {_marked(key.description)} |")
     return "\n".join(rows)
 
 
@@ -101,11 +102,6 @@ def _marked(text: str) -> str:
     'a `_component_`, as in `f(epoch)` or `max_size`'
     """
     return _NAME.sub(r"`\g<0>`", text.replace("``", "`")).replace("|", "\\|")
-
-
-def _written(value: object) -> str:
-    """A default as YAML writes it."""
-    return "null" if value is None else str(value)
 
 
 def main() -> None:

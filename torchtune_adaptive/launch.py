@@ -38,7 +38,8 @@ def check_first() -> None:
             return
         check_run(sys.argv[1:], ranks=_ranks())
     except InputError as error:
-        _refuse(error)
+        _say_once(str(error))
+        _leave(1)
 
 
 def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:
@@ -142,11 +143,6 @@ def run_recipe(recipe_class: "type[AdaptiveRecipe]", cfg: "DictConfig") -> None:
 def _ranks() -> int:
     """The number of ranks. Without a launcher it is 1, whatever an earlier one has left in the environment."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
-
-
-def _refuse(error: InputError) -> NoReturn:
-    _say_once(str(error))
-    _leave(1)
 
 
 def _say_once(sentence: str) -> None:

@@ -33,7 +33,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     sections: list[Section] = []
     failed: list[str] = []
     for name, share in zip((stage.lora, stage.full), _SHARES, strict=True):
-        section = Section(title=f"What trains fastest: {name}", header=HEADER, rows=[], text=[_about(stage)], data=[])
+        section = Section(title=f"What trains fastest: {name}", header=HEADER, text=[_about(stage)])
         sections.append(section)
         if sections[1:] and stage.seconds_left < _LEAST_S:
             section.text.append("Not measured, because no time was left.")

@@ -53,7 +53,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         f"As the sizes above, on {stage.limit_text(limit_bytes)}. *tokens/s*: at the size used, and at one row;"
         " *outside the allocator*: what is in use there before the model is made, and at the end."
     ]
-    section = Section(title="Other kernels", header=HEADER, rows=[], text=text, data=[])
+    section = Section(title="Other kernels", header=HEADER, text=text)
     failed: list[str] = []
     pool = tracing_processes(stage)
     configs = [config_of(stage, case.config, limit_bytes, **case.keys) for case in cases(stage)]

@@ -28,8 +28,13 @@ HEADER = ["rows", "loop", "ms per step", "tokens/s", "/ stock", "host, ms per st
 def measure(stage: Stage) -> Iterator[list[Section]]:
     """At each batch size every variant trains a few steps in each round."""
     start_group(stage)
-    cells: list[list[str]] = []
-    data: list[dict[str, Any]] = []
+    text = [
+        f"Config `{stage.lora}`, rows of {stage.seq_len} random tokens, one process without accumulation;"
+        f" {_ROUNDS} rounds of {_STEPS} timed steps of each in turn. The stock recipe is torchtune's, but that here too"
+        " a single rank does not shard. Ratios of speeds by round, median [quartiles], larger than 1 where it is"
+        " faster than stock. The host's time is the CPU time of the process, all its threads included.",
+    ]
+    section = Section(title="The training loop while nothing happens", header=HEADER, text=text)
     for batch_size in _BATCH_SIZES:
         blocks, losses = _raced(stage, batch_size)
         for variant in (STOCK, ON, OFF, STOCK_AGAIN):
@@ -39,7 +44,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
             host_ratios = [stock.cpu_ms / own.cpu_ms for stock, own in pairs]
             difference = apart(losses[variant], losses[STOCK])
             step_ms = median(block.wall_ms for block in blocks[variant])
-            cells.append(
+            section.rows.append(
                 [
                     str(batch_size),
                     variant,
@@ -51,7 +56,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
                     apart_text(difference),
                 ]
             )
-            data.append(
+            section.data.append(
                 {
                     "rows": batch_size,
                     "loop": variant,
@@ -61,13 +66,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
                     "apart": difference,
                 }
             )
-    text = [
-        f"Config `{stage.lora}`, rows of {stage.seq_len} random tokens, one process without accumulation;"
-        f" {_ROUNDS} rounds of {_STEPS} timed steps of each in turn. The stock recipe is torchtune's, but that here too"
-        " a single rank does not shard. Ratios of speeds by round, median [quartiles], larger than 1 where it is"
-        " faster than stock. The host's time is the CPU time of the process, all its threads included.",
-    ]
-    yield [Section(title="The training loop while nothing happens", header=HEADER, rows=cells, text=text, data=data)]
+    yield [section]
 
 
 def _raced(stage: Stage, batch_size: int) -> tuple[dict[str, list[Block]], dict[str, list[float]]]:

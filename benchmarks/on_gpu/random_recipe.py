@@ -6,11 +6,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
-from torch.distributed.tensor import DTensor
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import training
 
@@ -18,9 +16,11 @@ from benchmarks.live import Watch, kind_of, live_recipe
 from benchmarks.on_gpu.random_rows import Lengths
 from benchmarks.on_gpu.stage import Stage
 from tests.support.recipe_runs import RecordingLogger, adaptive_recipe, stock_recipe
+from torchtune_adaptive.engine.memory.operations import local_part
 from torchtune_adaptive.engine.memory.out_of_memory import free_memory
 from torchtune_adaptive.stock.checkpoints import AtomicCheckpointer
 from torchtune_adaptive.stock.configs import load_config
+from torchtune_adaptive.stock.load import start_process_group
 
 _STANDARD_DEVIATION = 0.02
 _SMALLEST_VOCABULARY = 1000  # of the models that are trained here
@@ -126,9 +126,8 @@ def let_go(recipe: Any) -> None:
 
 
 def start_group(stage: Stage) -> None:
-    """A default process group of this process alone."""
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in `__all__`
-    dist.init_process_group("gloo" if stage.is_rehearsal else "nccl", store=store, rank=0, world_size=1)
+    """The default process group, of this process alone without a launcher."""
+    start_process_group("gloo" if stage.is_rehearsal else "nccl")
 
 
 def _draw_weights(model: nn.Module, _: Any, device: torch.device, *__: Any, **___: Any) -> tuple[list[str], list[str]]:
@@ -144,7 +143,7 @@ def _drawn(place: torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(place, NF4Tensor):
         return to_nf4(torch.empty(place.shape, dtype=place.dtype, device=device).normal_(std=_STANDARD_DEVIATION))
     value = torch.empty_like(place, device=device)
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local = local_part(value)
     if place.dim() == 1:
         local.fill_(1.0)
     else:

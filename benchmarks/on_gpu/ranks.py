@@ -144,5 +144,5 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     os.environ["LOCAL_RANK"] = "0"  # all ranks are on the first device
     found = seen_by_all(stage, shard=stage_collectives)
     if dist.get_rank() == 0:
-        yield [Section(title="", header=[], rows=[], text=[], data=[found])]
+        yield [Section(title="", header=[], data=[found])]
     dist.barrier()

@@ -17,10 +17,8 @@ HEADER += [f"step {step} (OOM), s" for step in (FORWARD_STEP, BACKWARD_STEP)] + 
 
 def measure(stage: Stage) -> Iterator[list[Section]]:
     """Launch the ranks of each world size, one launch after the other."""
-    rows: list[list[str]] = []
-    data: list[dict[str, Any]] = []
     text = [about(stage) + " FSDP2's collectives are staged through gloo on the host."]
-    section = Section(title="Out of memory on one of several ranks", header=HEADER, rows=rows, text=text, data=data)
+    section = Section(title="Out of memory on one of several ranks", header=HEADER, text=text)
     failed: list[int] = []
     for world_size in _WORLD_SIZES:
         output = stage.directory / f"ranks_{world_size}.json"
@@ -38,8 +36,8 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
             failed.append(world_size)
             continue
         (seen,) = json.loads(output.read_text())[0]["data"]
-        data.append(seen)
-        rows.append(cells(seen, has_values=stage.has_values))
+        section.data.append(seen)
+        section.rows.append(cells(seen, has_values=stage.has_values))
         text += [f"{world_size} ranks: {event}." for event in seen["events"]]
         yield [section]
     if failed:

@@ -34,8 +34,8 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     """Every config at every limit, as long as there is time."""
     start_group(stage)
     cases = [(name, limit_bytes) for limit_bytes in reversed(stage.limits_bytes) for name in stage.configs]
-    sizes = Section(title="Sizes on cards of several memories", header=SIZES, rows=[], text=[], data=[])
-    speeds = Section(title="Throughput at the size used", header=SPEEDS, rows=[], text=[], data=sizes.data)
+    sizes = Section(title="Sizes on cards of several memories", header=SIZES)
+    speeds = Section(title="Throughput at the size used", header=SPEEDS, data=sizes.data)
     sizes.text.append(
         f"Rows of {stage.seq_len} random tokens, random weights, one process, no accumulation, margin 0.05. *planned*:"
         " by `tune-adaptive plan`, without a device; *found*: by the default search, and *used*: the power of two at"

@@ -2,7 +2,7 @@
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ class Section:
 
     title: str
     header: list[str]
-    rows: list[list[str]]
-    text: list[str]
-    data: list[dict[str, Any]]
+    rows: list[list[str]] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    data: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
         " of allocated bytes; *allocator retries*: how often the allocator freed its cache in these steps, which takes"
         " time; *losses*: how far those of a step are apart, relative to fixed rows.",
     ]
-    section = Section(title="A token budget against fixed rows", header=HEADER, rows=[], text=text, data=[])
+    section = Section(title="A token budget against fixed rows", header=HEADER, text=text)
     variants: list[Variant] = []
     for name in (ROWS, TOKENS):
         one = _trained(stage, name)

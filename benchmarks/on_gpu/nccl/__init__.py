@@ -47,7 +47,7 @@ SUB_PARTS = (
 
 def measure(stage: Stage) -> Iterator[list[Section]]:
     """One sub-part after the other."""
-    summary = Section(title="Ranks on one card, by NCCL", header=HEADER, rows=[], text=[], data=[])
+    summary = Section(title="Ranks on one card, by NCCL", header=HEADER)
     summary.text.append(
         f"All ranks are on one device, connected by {backend_name(stage)}; the votes go through gloo. Each rank has"
         " another `NCCL_HOSTID`, so that NCCL takes it for a rank of another machine."

@@ -51,7 +51,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     if not stage.is_rehearsal:
         text.append(_device_text())
     if dist.get_rank() == 0:
-        yield [Section(title=f"Collectives of {ranks} ranks", header=HEADER, rows=rows, text=text, data=[])]
+        yield [Section(title=f"Collectives of {ranks} ranks", header=HEADER, rows=rows, text=text)]
     dist.barrier()
 
 

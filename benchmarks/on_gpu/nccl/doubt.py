@@ -54,4 +54,4 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
     if stage.is_rehearsal or stage.is_simulated:
         text.append("NCCL takes memory of a real card only: here the device is not full, and the step must succeed.")
     if dist.get_rank() == 0:
-        yield [Section(title="Memory runs out within NCCL", header=HEADER, rows=rows, text=text, data=[])]
+        yield [Section(title="Memory runs out within NCCL", header=HEADER, rows=rows, text=text)]

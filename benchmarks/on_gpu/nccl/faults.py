@@ -42,7 +42,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
             row += [*_cells(total, has_values=stage.has_values), f"{time.perf_counter() - started:.1f}"]
             if dist.get_rank() == 0:
                 title = "Injected faults at every 7th operation"
-                yield [Section(title=title, header=HEADER, rows=rows, text=text, data=[])]
+                yield [Section(title=title, header=HEADER, rows=rows, text=text)]
             seconds_for_one = (time.perf_counter() - started) / total.points
             if not _is_time_left(stage, 2 * _AT_ONCE * seconds_for_one):
                 break

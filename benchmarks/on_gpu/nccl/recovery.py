@@ -68,7 +68,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
             found = _trial(stage, trainee, phase, expected)
             rows.append([name, str(ranks), phase, *_cells(found, has_values=stage.has_values)])
             if dist.get_rank() == 0:
-                yield [Section(title=title, header=HEADER, rows=rows, text=text, data=[])]
+                yield [Section(title=title, header=HEADER, rows=rows, text=text)]
     dist.barrier()
 
 

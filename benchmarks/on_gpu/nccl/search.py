@@ -52,7 +52,7 @@ def measure(stage: Stage) -> Iterator[list[Section]]:
             " and random generators, bit for bit."
         ]
         if dist.get_rank() == 0:
-            yield [Section(title="A search on two ranks", header=HEADER, rows=rows, text=text, data=[])]
+            yield [Section(title="A search on two ranks", header=HEADER, rows=rows, text=text)]
     dist.barrier()
 
 

@@ -8,12 +8,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.faults import under
 from tests.support.ranks import DEVICE, device_of_rank
 from torchtune_adaptive import RecoverableStep
+from torchtune_adaptive.engine.memory.operations import local_part
 from torchtune_adaptive.engine.recovery.backoff import Backoff
 from torchtune_adaptive.engine.recovery.micro_batches import Slices
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent
@@ -68,10 +69,6 @@ class TensorParallel:
             self._step(self._samples)
             self._step.backoff = Backoff()  # which does not try the larger micro-batches again
             taken.append(self._micro_batches.size)
-            gradients += [_own(parameter.grad).clone() for parameter in self._model.parameters()]
+            gradients += [local_part(parameter.grad).clone() for parameter in self._model.parameters()]
             self._model.zero_grad()
         return taken, gradients
-
-
-def _own(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

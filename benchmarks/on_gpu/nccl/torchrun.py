@@ -34,7 +34,7 @@ def launch_killed(stage: Stage, ranks: int, *, seconds: float, settings: Mapping
         "; ".join(f"rank {rank}, exit code {code}" for rank, code in named) or "nobody",
     ]
     text = ["Full finetuning of random weights, launched by torchrun. The last words: " + last_words(log)]
-    section = Section(title="A rank is killed", header=HEADER, rows=[cells], text=text, data=[])
+    section = Section(title="A rank is killed", header=HEADER, rows=[cells], text=text)
     launch = replace(launch, sections=[section])
     if status and (str(KILLED_RANK), "-9") in named:
         return replace(launch, ended="done", last_words=[])
