@@ -82,7 +82,7 @@ def _peak_by_events(loop: Any, batch: Any) -> int:
 
 def compare(case: Case, tiny_dir: Path, directory: Path) -> dict[str, Comparison]:
     """The comparison of each variant of ``case``."""
-    case = replace(case, world_size=1)
+    case = replace(case, ranks=1)
     plain = config_of(case, tiny_dir, directory)
     write_checkpoint(plain)
     found: dict[str, Comparison] = {}

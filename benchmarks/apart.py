@@ -1,14 +1,17 @@
-"""What the benchmarks of plans share: parts in processes of their own, on a simulated GPU, and errors in tables."""
+"""What the benchmarks of plans share: parts in processes of their own, on a simulated GPU or by ranks, and errors."""
 
 import argparse
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmarks.tables import table
 
 CARD_GIB = 200  # memory of the simulated GPU: all measured steps fit
 
@@ -69,6 +72,45 @@ def planned_bytes(sizes: Any, rows: Sequence[int]) -> dict[str, list[int]]:
     """Allocated and reserved bytes of a step of each number of rows, by its ``BatchSizes``."""
     memory = {str(number): sizes.memory(number) for number in rows}
     return {number: [one.allocated_bytes, one.reserved_bytes] for number, one in memory.items()}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Allocated and reserved bytes of a case's steps, by their rows: planned and measured."""
+
+    case: str
+    planned: dict[str, list[int]]
+    measured: dict[str, list[int]]
+
+    def errors(self, place: int) -> dict[str, float]:
+        """By rows, the plan's error of allocated (0) or of reserved (1) bytes."""
+        return {rows: self.planned[rows][place] / figures[place] - 1 for rows, figures in self.measured.items()}
+
+    def told(self, place: int) -> str:
+        """The errors, for a line of a log."""
+        return " ".join(f"{rows}: {error:+.2%}" for rows, error in self.errors(place).items())
+
+
+def table_of_steps(every: Iterable[Steps]) -> list[str]:
+    """A table of all steps: the reserved bytes in GiB, and the plan's errors of reserved and of allocated bytes."""
+    rows = [
+        [one.case, rows, f"{one.measured[rows][1] / 2**30:.2f}", f"{error:+.2%}", f"{one.errors(0)[rows]:+.2%}"]
+        for one in every
+        for rows, error in one.errors(1).items()
+    ]
+    return table(["case", "rows", "reserved", "plan", "allocated"], rows)
+
+
+def measured_by_ranks(measure: Callable[..., list[Any]], cases: Sequence[Any], *args: Any) -> list[list[Any]]:
+    """For each case what each of its ranks has measured, where ``measure(rank, cases, *args)`` is for several cases."""
+    from tests.support.ranks import run_on_ranks
+
+    found: dict[int, list[Any]] = {}
+    for ranks in sorted({case.ranks for case in cases}):
+        same = [case for case in cases if case.ranks == ranks]
+        by_rank = run_on_ranks(measure, ranks, same, *args, timeout_s=120.0 * len(same))
+        found |= {case.number: list(seen) for case, seen in zip(same, zip(*by_rank, strict=True), strict=True)}
+    return [found[case.number] for case in cases]
 
 
 def median_and_worst(errors: Iterable[float]) -> list[str]:

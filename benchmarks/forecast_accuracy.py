@@ -29,10 +29,10 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 from tqdm import tqdm
 
+from benchmarks.apart import measured_by_ranks
 from benchmarks.live import live_recipe, real_steps
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
-from tests.support.ranks import run_on_ranks
 from tests.support.recipe_runs import loop_of, tiny_config
 from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.errors import InputError
@@ -49,7 +49,7 @@ FEW_RANKS = 2
 FAMILIES = ("llama2", "qwen2", "gemma", "llama3", "llama3_2", "mistral", "phi3", "llama3_1", "gemma2")
 TIED = ("gemma", "gemma2", "llama3_2")  # always; qwen2's embeddings may be
 OWN_HEAD_DIM = ("gemma", "gemma2")
-DRAWN_WORLD_SIZES = (2, 1, 2, 4)
+DRAWN_RANKS = (2, 1, 2, 4)
 OPTIMIZERS: tuple[dict[str, Any], ...] = (
     {"_component_": "torch.optim.AdamW", "fused": True},
     {"_component_": "torch.optim.AdamW", "foreach": True},
@@ -69,7 +69,7 @@ class Case:
 
     number: int
     kind: str
-    world_size: int
+    ranks: int
     seq_len: int
     options: dict[str, Any]
     rows: int
@@ -134,8 +134,8 @@ def draw_cases(seed: int, count: int) -> list[Case]:
 
 def _draw_case(number: int, dice: random.Random) -> Case:
     kind, family = ("full", "lora")[dice.randrange(2)], FAMILIES[number % len(FAMILIES)]
-    world_size, seq_len = DRAWN_WORLD_SIZES[number % len(DRAWN_WORLD_SIZES)], dice.randint(*dice.choice(DRAWN_TOKENS))
-    most_rows, layers = (DRAWN_ROWS, DRAWN_LAYERS) if world_size <= FEW_RANKS else (FEW_ROWS, FEW_LAYERS)
+    ranks, seq_len = DRAWN_RANKS[number % len(DRAWN_RANKS)], dice.randint(*dice.choice(DRAWN_TOKENS))
+    most_rows, layers = (DRAWN_ROWS, DRAWN_LAYERS) if ranks <= FEW_RANKS else (FEW_ROWS, FEW_LAYERS)
     model = _draw_model(family, lora=kind == "lora", dice=dice)
     model |= {"num_layers": dice.randint(*layers), "max_seq_len": seq_len + dice.randint(0, 40)}
     tied = model.get("tie_word_embeddings", family in TIED)
@@ -158,7 +158,7 @@ def _draw_case(number: int, dice: random.Random) -> Case:
     return Case(
         number=number,
         kind=kind,
-        world_size=world_size,
+        ranks=ranks,
         seq_len=seq_len,
         options=options,
         rows=round(math.exp(dice.uniform(0, math.log(most_rows)))),
@@ -278,18 +278,13 @@ def compare(cases: list[Case], tiny_dir: Path, directory: Path) -> list[Comparis
         forecasts = list(tqdm(made, desc="forecasts", unit=" cases", total=len(cases)))
     for cfg in configs:
         write_checkpoint(cfg)
-    probes: dict[int, list[list[Probe]]] = {}
-    for world_size in sorted({case.world_size for case in cases}):
-        same = [case for case in cases if case.world_size == world_size]
-        by_rank = run_on_ranks(measure, world_size, same, tiny_dir, directory, timeout_s=120.0 * len(same))
-        probes |= {case.number: list(seen) for case, seen in zip(same, zip(*by_rank, strict=True), strict=True)}
-    return [Comparison(case, one, probes[case.number]) for case, one in zip(cases, forecasts, strict=True)]
+    return [*map(Comparison, cases, forecasts, measured_by_ranks(measure, cases, tiny_dir, directory))]
 
 
 def forecast(case: Case, cfg: DictConfig) -> TracedStep | str:
     """The traced step of ``case``, or why there is none."""
     try:
-        return Tracer().step(cfg, world_size=case.world_size, seq_lens=[case.seq_len])
+        return Tracer().step(cfg, world_size=case.ranks, seq_lens=[case.seq_len])
     except InputError as error:
         return f"no forecast: {error}"
 
@@ -324,7 +319,7 @@ def _report(compared: list[Comparison], *, seed: int, seconds: float) -> None:
 
 
 def _row(one: Comparison) -> list[str]:
-    cells = [str(one.case.number), one.case.name, str(one.case.world_size)]
+    cells = [str(one.case.number), one.case.name, str(one.case.ranks)]
     if isinstance(one.forecast, str):
         return [*cells, "", str(one.case.rows), "", "", *one.misses()]
     traced = f"{' and '.join(map(str, one.forecast.traced_layers))} of {one.forecast.num_layers}"

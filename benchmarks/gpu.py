@@ -108,8 +108,7 @@ def _play(part: str, directory: Path, *, seconds: float) -> Result:
     result: Result = {"part": part, "sections": [], "seconds": 0.0}
     if seconds <= 0:
         return result | {"ended": "not started: no time was left"}
-    command = [sys.executable, "-m", "benchmarks.on_gpu", part, str(output), str(seconds), str(directory)]
-    process = subprocess.Popen(command, start_new_session=True, env=_environment())
+    process = subprocess.Popen(_command(part, output, seconds, directory), start_new_session=True, env=_environment())
     try:
         status = process.wait(timeout=seconds + _GRACE_S)
         ended = "done" if status == 0 else f"failed with exit status {status}"
@@ -119,6 +118,10 @@ def _play(part: str, directory: Path, *, seconds: float) -> Result:
         _end(process)
     sections = json.loads(output.read_text()) if output.exists() else []
     return result | {"ended": ended, "seconds": time.monotonic() - started, "sections": sections}
+
+
+def _command(part: str, output: Path, seconds: float, directory: Path) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.on_gpu", part, str(output), str(seconds), str(directory)]
 
 
 def _environment() -> dict[str, str]:

@@ -28,9 +28,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.apart import measured_by_ranks
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
-from tests.support.ranks import run_on_ranks
 from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.engine.progress import Bar
@@ -267,13 +267,11 @@ class Comparison:
 
 def compare(cases: list[Case]) -> list[Comparison]:
     """Trace and measure ``cases``."""
-    traced = {case.number: _traced(case) for case in Bar(cases, desc="traces", unit=" cases")}
-    measured: dict[int, list[list[Measured]]] = {}
-    for ranks in sorted({case.ranks for case in cases}):
-        same = [case for case in cases if case.ranks == ranks]
-        by_rank = run_on_ranks(measure, ranks, same, timeout_s=120.0 * len(same))
-        measured |= {case.number: list(seen) for case, seen in zip(same, zip(*by_rank, strict=True), strict=True)}
-    return [Comparison(case, *traced[case.number], measured[case.number]) for case in cases]
+    traced = [_traced(case) for case in Bar(cases, desc="traces", unit=" cases")]
+    return [
+        Comparison(case, *one, ranks)
+        for case, one, ranks in zip(cases, traced, measured_by_ranks(measure, cases), strict=True)
+    ]
 
 
 def _traced(case: Case) -> tuple[TracedLoop | str, float]:

@@ -18,11 +18,13 @@ from typing import Any
 
 from benchmarks.apart import (
     CARD_GIB,
+    Steps,
     arguments_of,
     batch_sizes,
     in_process,
     median_and_worst,
     planned_bytes,
+    table_of_steps,
     write_and_end,
 )
 from benchmarks.provenance import provenance
@@ -258,23 +260,23 @@ def _of_h200(case: Case) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was planned and what was measured for a case."""
+    """What was planned and what was measured for a case.
 
-    name: str
+    Attributes:
+        largest: by limit, the largest size that is planned to fit.
+        fits: by limit and size, whether it did.
+    """
+
     case: Case
-    planned: dict[str, Any]
-    measured: dict[str, Any]
-
-    def errors(self, place: int) -> Iterator[tuple[int, float]]:
-        """For each size its rows and the plan's error, of allocated (0) or of reserved (1) bytes."""
-        for rows, figures in self.measured["sizes"].items():
-            yield int(rows), self.planned["sizes"][rows][place] / figures[place] - 1
+    steps: Steps
+    largest: dict[str, int]
+    fits: dict[str, dict[str, bool]]
 
     def limits(self) -> Iterator[tuple[str, int, int]]:
         """Each limit with the planned and the found largest size."""
-        for limit, fits in self.measured["fits"].items():
+        for limit, fits in self.fits.items():
             found = max((int(rows) for rows, does_fit in fits.items() if does_fit), default=0)
-            yield limit, self.planned["largest"][limit], found
+            yield limit, self.largest[limit], found
 
 
 def outcome(name: str, case: Case, folder: Path) -> Outcome:
@@ -285,7 +287,9 @@ def outcome(name: str, case: Case, folder: Path) -> Outcome:
         for limit, largest in planned["largest"].items()
         if case.limits_gib
     }
-    return Outcome(name, case, planned, _in_process(case, name, "measured", folder, content=tried))
+    measured = _in_process(case, name, "measured", folder, content=tried)
+    steps = Steps(name, planned["sizes"], measured["sizes"])
+    return Outcome(case, steps, planned["largest"], measured["fits"])
 
 
 def _report(
@@ -293,22 +297,11 @@ def _report(
 ) -> None:
     groups = dict.fromkeys(one.case.group for one in outcomes)
     rows = [_summary(group, [one for one in outcomes if one.case.group == group]) for group in groups]
-    limits = [(one.name, *limit) for one in outcomes for limit in one.limits()]
+    limits = [(one.steps.case, *limit) for one in outcomes for limit in one.limits()]
     exact = sum(planned == found for _, _, planned, found in limits)
     near = sum(abs(planned - found) == 1 for _, _, planned, found in limits)
     above = sum(planned > found for _, _, planned, found in limits)
     cells = [[name, limit, str(planned), str(found)] for name, limit, planned, found in limits]
-    steps = [
-        [
-            one.name,
-            str(size),
-            f"{one.measured['sizes'][str(size)][1] / GIB:.2f}",
-            f"{reserved:+.2%}",
-            f"{allocated:+.2%}",
-        ]
-        for one in outcomes
-        for (size, reserved), (_, allocated) in zip(one.errors(1), one.errors(0), strict=True)
-    ]
     publish(
         output,
         "Plans against what torch's allocator reserves",
@@ -327,7 +320,7 @@ def _report(
         "What a search found there, in `gpu_nvidia_h200.json`, with the margin free.",
         table(["config", "limit, GiB", "planned", "found", "reserved", "plan"], map(_cells_of_h200, h200)),
         "## Steps",
-        table(["case", "rows", "reserved", "plan", "allocated"], steps),
+        table_of_steps(one.steps for one in outcomes),
     )
 
 
@@ -338,8 +331,8 @@ def _cells_of_h200(one: dict[str, Any]) -> list[str]:
 
 
 def _summary(name: str, outcomes: Sequence[Outcome]) -> list[str]:
-    cells = [median_and_worst(error for one in outcomes for _, error in one.errors(place)) for place in (0, 1)]
-    return [name, str(sum(1 for one in outcomes for _ in one.errors(0))), *cells[0], *cells[1]]
+    errors = [[error for one in outcomes for error in one.steps.errors(place).values()] for place in (0, 1)]
+    return [name, str(len(errors[0])), *median_and_worst(errors[0]), *median_and_worst(errors[1])]
 
 
 def main() -> None:
@@ -363,8 +356,8 @@ def main() -> None:
                 failed.append(name)
                 continue
             last = outcomes[-1]
-            errors = " ".join(f"{rows}: {error:+.2%}" for rows, error in last.errors(1))
-            print(f"{name} ({time.perf_counter() - before:.0f} s): {errors} {list(last.limits())}", file=sys.stderr)
+            told = f"{last.steps.told(1)} {list(last.limits())}"
+            print(f"{name} ({time.perf_counter() - before:.0f} s): {told}", file=sys.stderr)
         h200: Any = _in_process(CASES["1B full"], "1B full", "h200", Path(folder))
     if arguments.output is not None:
         _report(outcomes, h200, arguments.output, seconds=time.perf_counter() - started, failed=failed)

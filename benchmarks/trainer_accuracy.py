@@ -23,18 +23,19 @@ from unittest import mock
 
 from benchmarks.apart import (
     CARD_GIB,
+    Steps,
     arguments_of,
     batch_sizes,
     in_process,
     median_and_worst,
     planned_bytes,
+    table_of_steps,
     write_and_end,
 )
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 
 COMMAND = "python -m benchmarks.trainer_accuracy"
-GIB = 2**30
 STEPS = 3
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -301,37 +302,19 @@ def _in_process(name: str, what: str, folder: Path) -> Any:
     return in_process("benchmarks.trainer_accuracy", arguments, folder / "out.json", ranks=ranks, **environment)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What was planned and what was measured for a case."""
-
-    name: str
-    planned: dict[str, list[int]]
-    measured: dict[int, list[int]]
-
-    def errors(self, place: int) -> dict[int, float]:
-        """By rows, the plan's error of allocated (0) or of reserved (1) bytes."""
-        return {rows: self.planned[str(rows)][place] / figures[place] - 1 for rows, figures in self.measured.items()}
-
-
-def _report(outcomes: Sequence[Outcome], output: Path, *, seconds: float) -> None:
+def _report(outcomes: Sequence[Steps], output: Path, *, seconds: float) -> None:
     packages = ("torch", "transformers", "trl", "peft", "accelerate")
     cells: list[list[str]] = []
     for place, name in enumerate(("allocated", "reserved")):
         errors = [error for one in outcomes for error in one.errors(place).values()]
         cells.append([name, str(len(errors)), *median_and_worst(errors)])
-    rows = [
-        [one.name, str(size), f"{one.measured[size][1] / GIB:.2f}", f"{reserved:+.2%}", f"{one.errors(0)[size]:+.2%}"]
-        for one in outcomes
-        for size, reserved in one.errors(1).items()
-    ]
     publish(
         output,
         "Plans of trainers against what torch's allocator reserves",
         provenance(COMMAND, seconds=seconds, device=f"a simulated GPU of {CARD_GIB} GiB", packages=packages),
         ABOUT,
         table(["bytes", "steps", "median", "worst"], cells),
-        table(["case", "rows", "reserved", "plan", "allocated"], rows),
+        table_of_steps(outcomes),
     )
 
 
@@ -343,19 +326,18 @@ def main() -> None:
             found = _planned(case, Path(folder)) if step == "planned" else _measured(case, Path(folder), int(step))
         write_and_end(found, arguments.out)
     started = time.perf_counter()
-    outcomes: list[Outcome] = []
+    outcomes: list[Steps] = []
     with tempfile.TemporaryDirectory() as directory:
         for name in filter(None, arguments.cases.split(";")):
             try:
                 planned = _in_process(name, "planned", Path(directory))
-                measured = {rows: _in_process(name, str(rows), Path(directory)) for rows in CASES[name].sizes}
+                measured = {str(rows): _in_process(name, str(rows), Path(directory)) for rows in CASES[name].sizes}
             except RuntimeError as error:
                 print(f"failed: {error}", file=sys.stderr)
                 continue
-            outcomes.append(Outcome(name, planned, measured))
+            outcomes.append(Steps(name, planned, measured))
             for place in (1, 0):
-                errors = " ".join(f"{rows}: {error:+.2%}" for rows, error in outcomes[-1].errors(place).items())
-                print(f"{name}, {('allocated', 'reserved')[place]}: {errors}", file=sys.stderr)
+                print(f"{name}, {('allocated', 'reserved')[place]}: {outcomes[-1].told(place)}", file=sys.stderr)
     if arguments.output is not None:
         _report(outcomes, arguments.output, seconds=time.perf_counter() - started)
 
