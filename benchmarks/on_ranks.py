@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.support.ranks import run_on_ranks
-from torchtune_adaptive.tiny import make_tiny_assets
 
 Measured = TypeVar("Measured")
 _LONGEST_S = 3600.0
 
 
 def measured_on_ranks(
-    measure: Callable[..., Measured], ranks: int, *args: Any, make_assets: Callable[[Path], object] = make_tiny_assets
+    measure: Callable[..., Measured], ranks: int, *args: Any, make_assets: Callable[[Path], object]
 ) -> tuple[Measured, dict[str, Any]]:
     """Rank 0's ``measure(tiny_dir, *args)``, which runs on every rank; and arguments for ``provenance``."""
     started, load = time.perf_counter(), os.getloadavg()[0]

@@ -109,19 +109,15 @@ def start(recipe: str, name: str, assets: Path) -> Start:
             if recipe == PPO:
                 outcome, detail = run_alone(_start_ppo, *arguments)
             elif recipe.endswith("single_device"):
-                outcome, detail = run_alone(_start, *arguments)
+                outcome, detail = run_alone(_start, 0, *arguments)
             else:
-                outcome, detail = run_on_ranks(_start_rank, 2, *arguments)[0]
+                outcome, detail = run_on_ranks(_start, 2, *arguments)[0]
         except RanksFailedError as error:
             return Start(recipe, name, FAILED, str(error).strip().splitlines()[-1])
     return Start(recipe, name, outcome, detail)
 
 
-def _start_rank(rank: int, *arguments: Any) -> tuple[str, str]:
-    return _start(*arguments)
-
-
-def _start(kind: str, name: str, assets: Path, output_dir: Path) -> tuple[str, str]:
+def _start(_: int, kind: str, name: str, assets: Path, output_dir: Path) -> tuple[str, str]:
     cfg = tiny_version(name, assets, output_dir)
 
     def run() -> str:

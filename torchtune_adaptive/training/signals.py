@@ -26,10 +26,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context: SIGTERM, SIGUSR1 and SIGHUP make the request. Only in the main thread.
-
-        A SIGHUP that is ignored, as under ``nohup``, stays ignored.
-        """
+        """Context: SIGTERM, SIGUSR1 and SIGHUP make the request, as ``handled`` does it. Only in the main thread."""
         with handled(self._make, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             yield
 
