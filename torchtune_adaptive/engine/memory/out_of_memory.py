@@ -4,10 +4,10 @@ import builtins
 import errno
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
@@ -34,61 +34,46 @@ def _workspace_may_have_failed() -> bool:
         return False
 
 
-class _Text(NamedTuple):
-    """A regular expression for what is printed after an allocation has failed.
-
-    ``source``: who prints it. ``counts``: whether it means that now, for one that is printed after other failures too.
-    """
-
-    pattern: str
-    source: str
-    counts: Callable[[], bool] = lambda: True
-
-
+# What is printed after an allocation has failed, as regular expressions, and by whom.
 _TEXTS = (
+    "(CUDA|HIP|XPU|MPS backend|NPU) out of memory",  # torch's allocators, where re-raised as a RuntimeError; torch_npu
+    "Caught OutOfMemoryError in ",  # torch/_utils.py, from a replica, thread or worker
     # CUDA and ROCm
-    _Text("(CUDA|HIP) out of memory", "torch, c10/cuda/CUDACachingAllocator.cpp, where re-raised as a RuntimeError"),
-    _Text("(CUDA|HIP) error: out of memory", "torch, c10/cuda/CUDAException.cpp"),
-    _Text("Caught OutOfMemoryError in ", "torch/_utils.py, from a replica, thread or worker"),
-    _Text(r"cuda runtime error \(2\) ?: out of memory", "torch before 1.5 and extensions, THC/THCGeneral.cpp"),
-    _Text(r"CUDA driver error: (out of memory|2(?!\d))", "torch, c10/cuda/driver_api.h; 2 is of memory"),
-    _Text("CUDA_ERROR_OUT_OF_MEMORY", "numba and cuda-python, by the name of the driver's error"),
-    _Text(r"Triton Error \[(CUDA|HIP)\]: .*out of memory", "triton, driver.c of backends/nvidia and backends/amd"),
-    _Text("NVRTC_ERROR_OUT_OF_MEMORY", "nvrtc.h"),
+    "(CUDA|HIP) error: out of memory",  # torch, c10/cuda/CUDAException.cpp
+    r"cuda runtime error \(2\) ?: out of memory",  # torch before 1.5 and extensions, THC/THCGeneral.cpp
+    r"CUDA driver error: (out of memory|2(?!\d))",  # torch, c10/cuda/driver_api.h; 2 is of memory
+    "(CUDA|NVRTC)_ERROR_OUT_OF_MEMORY",  # numba and cuda-python, by the name of the driver's error; nvrtc.h
+    r"Triton Error \[(CUDA|HIP)\]: .*out of memory",  # triton, driver.c of backends/nvidia and backends/amd
     # libraries of CUDA and ROCm
-    _Text("_STATUS_ALLOC_FAILED", "cublas, cudnn, cusolver, cusparse, hipblas and hipsparse"),
-    _Text("_ALLOCATION_FAILED", "cudnn 9 (CUDNN_STATUS_INTERNAL_ERROR_HOST_..., _DEVICE_...), curand"),
-    _Text("CUFFT_ALLOC_FAILED", "cufft.h"),
-    _Text("MAGMA_ERR_(DEVICE|HOST)_ALLOC", "magma, magma_types.h"),
-    _Text("rocblas_status_memory_error", "rocblas-types.h"),
-    _Text("miopenStatusAllocFailed", "miopen.h"),
-    _Text("Failed to CUDA calloc", "nccl, include/alloc.h"),
-    _Text("CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input", "no workspace"),
-    # torch catches the allocator's error for each algorithm, and other errors too (pytorch/pytorch#108645)
-    _Text(
-        "(GET|FIND) was unable to find an engine to execute this computation",
-        "torch, native/cudnn/Conv_v8.cpp",
-        _workspace_may_have_failed,
-    ),
-    _Text("Unable to find a valid cuDNN algorithm", "torch, native/cudnn/Conv_v7.cpp", _workspace_may_have_failed),
-    _Text("CUSPARSE_STATUS_INSUFFICIENT_RESOURCES", "cusparse: memory, or its mode", _workspace_may_have_failed),
-    _Text("CUDNN_STATUS_INTERNAL_ERROR", "cudnn, for example at the first attention", _device_is_full),
-    _Text("CUBLAS_STATUS_NOT_INITIALIZED", "cublas, in cublasCreate", _device_is_full),
+    "_STATUS_ALLOC_FAILED",  # cublas, cudnn, cusolver, cusparse, hipblas and hipsparse
+    "_ALLOCATION_FAILED",  # cudnn 9 (CUDNN_STATUS_INTERNAL_ERROR_HOST_..., _DEVICE_...), curand
+    "CUFFT_ALLOC_FAILED",  # cufft.h
+    "MAGMA_ERR_(DEVICE|HOST)_ALLOC",  # magma, magma_types.h
+    "rocblas_status_memory_error",  # rocblas-types.h
+    "miopenStatusAllocFailed",  # miopen.h
+    "Failed to CUDA calloc",  # nccl, include/alloc.h
+    "CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input",  # no workspace
     # other devices
-    _Text("XPU out of memory", "torch, c10/xpu/XPUCachingAllocator.cpp"),
-    _Text("_ERROR_OUT_OF_(DEVICE|HOST)_MEMORY", "oneAPI: unified runtime (UR_RESULT_), Level Zero (ZE_RESULT_), PI_"),
-    _Text("MPS backend out of memory", "torch, mps/MPSAllocator.mm"),
-    _Text(r"Invalid buffer size: [\d.]+ [KMGT]i?B", "torch, mps/MPSAllocator.mm: more than a buffer may have"),
-    _Text("NPU out of memory", "torch_npu, NPUCachingAllocator.cpp"),
-    _Text("PT_DEVMEM Allocation failed for size", "Gaudi's bridge (huggingface/optimum-habana#1469)"),
-    _Text("workspace Allocation of size .* failed", "Gaudi's bridge (HabanaAI/Model-References#10)"),
+    "_ERROR_OUT_OF_(DEVICE|HOST)_MEMORY",  # oneAPI: unified runtime (UR_RESULT_), Level Zero (ZE_RESULT_), PI_
+    r"Invalid buffer size: [\d.]+ [KMGT]i?B",  # torch, mps/MPSAllocator.mm: more than a buffer may have
+    "PT_DEVMEM Allocation failed for size",  # Gaudi's bridge (huggingface/optimum-habana#1469)
+    "workspace Allocation of size .* failed",  # Gaudi's bridge (HabanaAI/Model-References#10)
     # host
-    _Text("DefaultCPUAllocator: (can't allocate|not enough) memory", "torch, c10/core/impl/alloc_cpu.cpp"),
-    _Text("Cannot allocate memory", "strerror(ENOMEM), for example of fork and mmap"),
-    _Text("std::bad_alloc", "C++"),
-    _Text("could not create a memory object", "oneDNN, dnnl.hpp"),
-    _Text("mkl_malloc: failed to allocate memory", "MKL in extensions (SYSTRAN/faster-whisper#390)"),
+    "DefaultCPUAllocator: (can't allocate|not enough) memory",  # torch, c10/core/impl/alloc_cpu.cpp
+    "Cannot allocate memory",  # strerror(ENOMEM), for example of fork and mmap
+    "std::bad_alloc",  # C++
+    "could not create a memory object",  # oneDNN, dnnl.hpp
+    "mkl_malloc: failed to allocate memory",  # MKL in extensions (SYSTRAN/faster-whisper#390)
 )
+# What is printed after other failures, too, and whether it means that an allocation has failed now.
+_UNCLEAR_TEXTS = {
+    # torch catches the allocator's error for each algorithm, and other errors too (pytorch/pytorch#108645)
+    "(GET|FIND) was unable to find an engine to execute this computation": _workspace_may_have_failed,  # Conv_v8.cpp
+    "Unable to find a valid cuDNN algorithm": _workspace_may_have_failed,  # torch, native/cudnn/Conv_v7.cpp
+    "CUSPARSE_STATUS_INSUFFICIENT_RESOURCES": _workspace_may_have_failed,  # cusparse: memory, or its mode
+    "CUDNN_STATUS_INTERNAL_ERROR": _device_is_full,  # cudnn, for example at the first attention
+    "CUBLAS_STATUS_NOT_INITIALIZED": _device_is_full,  # cublas, in cublasCreate
+}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -148,7 +133,11 @@ def _says_out_of_memory(message: str) -> bool:
     # For its message CUDA's allocator asks NVML for the processes on the GPU. Where NVML does not answer, as on a MIG
     # slice in a container, it raises another error instead (github.com/pytorch/pytorch/issues/197312).
     lacks_processes = "NVML_SUCCESS" in message and "CUDACachingAllocator" in message
-    return lacks_processes or any(re.search(text.pattern, message) and text.counts() for text in _TEXTS)
+    return (
+        lacks_processes
+        or any(re.search(text, message) for text in _TEXTS)
+        or any(re.search(text, message) and counts() for text, counts in _UNCLEAR_TEXTS.items())
+    )
 
 
 def _is_out_of_memory_by_type(error: BaseException) -> bool:
