@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
+from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError, IssuedCounts
 from torchtune_adaptive.engine.distributed.ledger import AnyCollective, Collective, Ledger
 from torchtune_adaptive.errors import InputError
 
@@ -44,7 +44,7 @@ class DdpLedger(Ledger):
             raise CannotRecordError(f"DistributedDataParallel with {what} is not supported")
         self._ddp = ddp
         self._group: Any = ddp.process_group
-        self.groups = {self._group}
+        self.of_any_code = IssuedCounts([self._group])
         self._parameters: list[nn.Parameter] = [one for one in ddp._module_parameters if one.requires_grad]
         self._buckets = buckets_of(self._parameters[::-1], BUCKET_BYTES)  # the last ones have their gradients first
         self._bucket_of = {parameter: number for number, bucket in enumerate(self._buckets) for parameter in bucket}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtune_adaptive.engine.distributed.fsdp_state import AllGather, Communicators, ReduceScatter, communicators
-from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError
+from torchtune_adaptive.engine.distributed.functional_collectives import CannotRecordError, IssuedCounts
 from torchtune_adaptive.engine.distributed.ledger import Collective, Ledger
 
 
@@ -33,7 +33,7 @@ class FsdpLedger(Ledger):
         if any(isinstance(found.all_gather, RecordedAllGather) for found in self._communicators):
             raise CannotRecordError("another `RecoverableStep` of this model has not been closed")
         of_each = ((found.shard_group, found.replicate_group) for found in self._communicators)
-        self.groups = {*chain.from_iterable(of_each)} - {None}
+        self.of_any_code = IssuedCounts({*chain.from_iterable(of_each)} - {None})
         self.can_record_dry = all(found.replicate_group is None for found in self._communicators)
         for index, found in enumerate(self._communicators):
             replicated = found.replicate_group is not None

@@ -71,9 +71,8 @@ class Ledger(ABC):
         self.is_last = True
         self.counts = IssuedCounts()
         self.unused: set[nn.Parameter] = set()
-        self.groups: set[Any] = set()  # process groups in which it issues collectives
+        self.of_any_code = IssuedCounts()  # counts for the process groups in which it issues collectives
         self.expected_numbers: tuple[Counter[Any], Counter[Any]] | None = None  # as ``expected``, of any code's
-        self._first: Counter[Any] = Counter()
         self._issued: list[AnyCollective] = []
         self._noted: list[AnyCollective] | None = None
         self._in_doubt = False
@@ -126,23 +125,16 @@ class Ledger(ABC):
     @property
     def agrees(self) -> bool:
         """Whether the collectives since ``begin`` are the expected ones, and other code has issued as many as then."""
-        is_known = self.expected_numbers is None or self.numbers == self.expected_numbers[self.is_last]
+        numbers = self.of_any_code.since_start()
+        is_known = self.expected_numbers is None or numbers == self.expected_numbers[self.is_last]
         return self._issued == self.expected_now and is_known
-
-    @property
-    def numbers(self) -> Counter[Any]:
-        """How many collectives any code has issued in each of ``groups`` since ``begin``, as torch counts them."""
-        return self._count() - self._first
-
-    def _count(self) -> Counter[Any]:
-        return Counter({group: _count_in(group) for group in self.groups})
 
     def begin(self, *, is_last: bool) -> None:
         """Start recording a new micro-step, which may be the last one of its optimizer step."""
         self.is_last = is_last
         self._issued.clear()
         self._in_doubt = False
-        self._first = self._count()
+        self.of_any_code.start()
         self.counts.start()
 
     def issuing(self) -> None:
@@ -186,11 +178,3 @@ class Ledger(ABC):
                 ) from error
             if isinstance(collective, Collective) and self._issued[-1:] != [collective]:
                 raise CollectiveStateUnknownError(f"this rank's {collective.kind} was not issued as in the dry run")
-
-
-def _count_in(group: Any) -> int:
-    """How many collectives there have been in ``group``; always 0 for a backend that does not count them."""
-    try:
-        return group._get_sequence_number_for_group()
-    except RuntimeError:  # as of a backend of another maker
-        return 0

@@ -199,7 +199,8 @@ class RecordedRuns:
         watched = trial.micro_step() if trial is not None else nullcontext()
         with watched, RecordFunctional(ledger.record) as counter, ledger.running():
             result = micro_step()
-        issued, numbers, awaits_another = ledger.issued, ledger.numbers, awaits_another_backward(model)
+        issued, numbers = ledger.issued, ledger.of_any_code.since_start()
+        awaits_another = awaits_another_backward(model)
         drop_forward_passes(states)  # parameters that stay whole after a backward pass hide those with gradients
         if trial is not None and is_last:
             trial.note(result)
