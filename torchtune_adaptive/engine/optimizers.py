@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtune_adaptive.engine.memory import phases
 from torchtune_adaptive.engine.memory.copies import Copies, Restore
+from torchtune_adaptive.engine.references import state_access
 from torchtune_adaptive.errors import InputError
 
 _STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
@@ -183,11 +184,9 @@ def _fill(container: Any, items: list[Any]) -> None:
 
 def _restore_of_other(value: Any) -> Restore | None:
     """A function that restores an array or a random generator, whose state is not in attributes. None for others."""
-    for get, put in (("get_state", "set_state"), ("getstate", "setstate")):
-        if hasattr(value, get) and hasattr(value, put):
-            return functools.partial(getattr(value, put), getattr(value, get)())
-    if hasattr(value, "bit_generator"):  # of NumPy's newer generators
-        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if (access := state_access(value)) is not None:
+        get, put = access
+        return functools.partial(put, get())
     try:
         with memoryview(value) as view, view.cast("B") as flat:
             has_pointers = view.format == "O"

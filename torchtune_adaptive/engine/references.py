@@ -71,6 +71,16 @@ def generators_within_reach(start: Any, modules: Iterable[nn.Module] = ()) -> li
     return list({id(one): one for one in generators if not isinstance(one, random.SystemRandom)}.values())
 
 
+def state_access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+    """Functions that return and set the state of a generator of Python, NumPy or torch; None for another object."""
+    for get, put in (("get_state", "set_state"), ("getstate", "setstate")):
+        if hasattr(generator, get) and hasattr(generator, put):
+            return getattr(generator, get), getattr(generator, put)
+    if hasattr(generator, "bit_generator"):  # of NumPy's newer generators
+        return partial(getattr, generator.bit_generator, "state"), partial(setattr, generator.bit_generator, "state")
+    return None
+
+
 def _of_own_classes(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Those that are not torch's. FSDP2 makes the class of a sharded one, but not its forward pass."""
     return [one for one in modules if not _is_of_torch(one.forward)]

@@ -26,7 +26,7 @@ from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_
 from torchtune_adaptive.engine.memory.copies import Copies, Restore
 from torchtune_adaptive.engine.memory.operations import plain_parts
 from torchtune_adaptive.engine.optimizers import SavedOptimizers
-from torchtune_adaptive.engine.references import generators_within_reach
+from torchtune_adaptive.engine.references import generators_within_reach, state_access
 
 
 @contextmanager
@@ -88,28 +88,12 @@ def keep_random_states(generators: Sequence[Any] = ()) -> Iterator[None]:
 @contextmanager
 def keep_own_generators(*functions: Callable[..., Any]) -> Iterator[None]:
     """Context: on exit, restore the random generators that ``functions`` refer to, such as a data set's own."""
-    states = [(one, _state_of(one)) for one in generators_within_reach(functions)]
+    states = [(put, get()) for get, put in filter(None, map(state_access, generators_within_reach(functions)))]
     try:
         yield
     finally:
-        for generator, state in states:
-            _set_state(generator, state)
-
-
-def _state_of(generator: Any) -> Any:
-    """The state of a generator of Python, NumPy or torch."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):  # NumPy's, without its import
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
+        for put, state in states:
+            put(state)
 
 
 class RandomStates:
@@ -121,8 +105,8 @@ class RandomStates:
     """
 
     def __init__(self, device: torch.device | None = None, generators: Sequence[Any] = ()) -> None:
-        self._generators = tuple(generators)
-        self._generator_states = list(map(_state_of, generators))
+        self._accesses = list(filter(None, map(state_access, generators)))
+        self._generator_states = [get() for get, _ in self._accesses]
         self._numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
         self._python_state = random.getstate()
         self._numpy_state = self._numpy_random.get_state() if self._numpy_random else None
@@ -138,8 +122,8 @@ class RandomStates:
         torch.set_rng_state(self._cpu_state)
         for device, state in self._cuda_states:
             torch.cuda.set_rng_state(state, device)
-        for generator, state in zip(self._generators, self._generator_states, strict=True):
-            _set_state(generator, state)
+        for (_, put), state in zip(self._accesses, self._generator_states, strict=True):
+            put(state)
 
     def state_dict(self) -> dict[str, Any]:
         """The states as tensors and plain values: further generators must be torch's; of CUDA only the first device."""
