@@ -278,14 +278,10 @@ def _is_plain(kind: type) -> bool:
 
 def _is_small_array(value: Any) -> bool:
     """Whether ``value`` is an array of NumPy that can be kept in each step, and changed in place."""
-    return _is_array(type(value)) and value.flags.writeable and value.nbytes <= SMALL_BYTES
+    return _is_of_numpy(type(value), "ndarray") and value.flags.writeable and value.nbytes <= SMALL_BYTES
 
 
 @cache
-def _is_array(kind: type) -> bool:
-    return _is_of_numpy(kind, "ndarray")
-
-
 def _is_of_numpy(kind: type, name: str) -> bool:
     """Whether ``kind`` is this class of NumPy, or one derived from it."""
     numpy = sys.modules.get("numpy")

@@ -10,6 +10,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from enum import IntEnum
 from typing import Any
 
@@ -110,11 +111,8 @@ def run_or_abort_together(work: Callable[[], object], consensus: Consensus) -> O
     """
     outcome, failed_here, handled = Outcome.DONE, True, sys.exc_info()[1]
     try:
-        if consensus.world_size == 1:
+        with _VoteBeforeCollectives(consensus) if consensus.world_size > 1 else nullcontext():
             work()
-        else:
-            with _VoteBeforeCollectives(consensus):
-                work()
     except Exception as error:
         if any(isinstance(one, RanksDifferError) for one in errors_behind(error, handled=handled)):
             raise  # on each rank

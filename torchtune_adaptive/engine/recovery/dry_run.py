@@ -86,16 +86,14 @@ def dry_run(
     """
     runs = RecordedRuns(loop, reduces_once=reduces_once)
     trials = _Trials(loop, runs, compares_results=compares_results) if is_trial else None
+    run = runs.run if trials is None else trials.run
     with ExitStack() as without_recovery:
         without_recovery.callback(runs.detach)
         # A step of one micro-step needs less memory than two: the second one runs beside the first one's gradients.
         for keeps_gradients, micro_steps in itertools.product((True, False), tries):
             found, verdict = None, Verdict()
             for _ in range(2):  # the first time, a micro-step may change FSDP2's settings for good
-                if trials is None:
-                    found = runs.run(micro_steps, keeps_gradients=keeps_gradients)
-                else:
-                    found = trials.run(micro_steps, keeps_gradients=keeps_gradients)
+                found = run(micro_steps, keeps_gradients=keeps_gradients)
                 if found is None or not found.reason:
                     break
             if found is None:
