@@ -95,9 +95,9 @@ class Scenarios:
         votes: list[int] = []
 
         class Counting(Consensus):
-            def begin_max(self, *numbers: int) -> Callable[[], list[int]]:
+            def max_of_each(self, *numbers: int) -> list[int]:
                 votes.append(numbers[0])
-                return super().begin_max(*numbers)
+                return super().max_of_each(*numbers)
 
         consensus = Counting()
         with restore_on_exit(self.trainee.model, [self.trainee.optimizer]):

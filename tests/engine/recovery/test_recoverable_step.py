@@ -505,9 +505,9 @@ def test_ranks_exchange_once_in_a_step_and_twice_if_their_numbers_may_differ(is_
     model.zero_grad()
     step._cutter.is_even = is_even
     consensus = step._loop.consensus
-    with mock.patch.object(consensus, "begin_max", wraps=consensus.begin_max) as begin_max:
+    with mock.patch.object(consensus, "max_of_each", wraps=consensus.max_of_each) as max_of_each:
         step(SAMPLES)
-    assert begin_max.call_count == exchanges
+    assert max_of_each.call_count == exchanges
 
 
 def test_a_module_that_is_added_in_training_is_restored_too(caplog: pytest.LogCaptureFixture) -> None:

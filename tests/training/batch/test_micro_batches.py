@@ -22,7 +22,7 @@ FIRST: Row = {"tokens": [-1], "labels": [-1]}  # of the data set; without weight
 class Unasked(Consensus):
     """A consensus that must not be used, because each use is a collective."""
 
-    def begin_max(self, *numbers: int) -> Any:
+    def max_of_each(self, *numbers: int) -> Any:
         raise AssertionError("asked")
 
 

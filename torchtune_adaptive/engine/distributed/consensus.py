@@ -94,7 +94,7 @@ class Consensus:
 
     def max_over_ranks(self, number: int) -> int:
         """Return the largest ``number`` of all ranks (64-bit)."""
-        return self.begin_max(number)()[0]
+        return self.max_of_each(number)[0]
 
     def min_over_ranks(self, number: int) -> int:
         """Return the smallest ``number`` of all ranks (64-bit)."""
@@ -102,24 +102,16 @@ class Consensus:
 
     def min_and_max(self, number: int) -> tuple[int, int]:
         """Return the smallest and the largest ``number`` of all ranks (64-bit)."""
-        negated_smallest, largest = self.begin_max(-number, number)()
+        negated_smallest, largest = self.max_of_each(-number, number)
         return -negated_smallest, largest
 
-    def begin_max(self, *numbers: int) -> Callable[[], list[int]]:
-        """Start to find each position's largest number of all ranks (64-bit). Returns a function that waits for them.
-
-        Work between both calls overlaps with the exchange. Every rank must call the function.
-        """
+    def max_of_each(self, *numbers: int) -> list[int]:
+        """Return each position's largest number of all ranks (64-bit)."""
         if self._group is None:
-            return lambda: list(numbers)
+            return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        work = cast(dist.Work, dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
-
-        def wait() -> list[int]:
-            work.wait()
-            return tensor.tolist()
-
-        return wait
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        return tensor.tolist()
 
     def from_rank_zero(self, value: Any) -> Any:
         """Return rank 0's ``value`` (anything that can be pickled). The values of other ranks are ignored."""

@@ -98,7 +98,7 @@ class DdpLedger(Ledger):
 
     def drop_unused(self, consensus: Consensus) -> None:
         """Set gradients to None that no rank has computed, as ``find_unused_parameters`` does. A collective."""
-        is_used = consensus.begin_max(*(one not in self.unused for one in self._parameters))()
+        is_used = consensus.max_of_each(*(one not in self.unused for one in self._parameters))
         for parameter, is_used_somewhere in zip(self._parameters, is_used, strict=True):
             if not is_used_somewhere:
                 parameter.grad = None

@@ -70,7 +70,7 @@ def _vote(consensus: Consensus, outcome: Outcome, digest: int = _IS_DONE) -> Out
     Raises:
         RanksDifferError: no rank has failed, but their next collectives differ: each would wait for the others.
     """
-    worst, largest, negated_smallest = consensus.begin_max(outcome, digest, -digest)()
+    worst, largest, negated_smallest = consensus.max_of_each(outcome, digest, -digest)
     if worst == Outcome.DONE and largest != -negated_smallest:
         raise RanksDifferError(
             "Ranks issue different collectives in one step, so that each would wait for the others: as where an expert"

@@ -141,7 +141,7 @@ class Recovery:
                     " your own collectives between the steps."
                 )
         own = attempt.error is not None, attempt.has_fitted, bool(self._ledger.unused)
-        ran_out, has_fitted, has_unused, *attempt.largest = self._consensus.begin_max(*map(int, own), *numbers)()
+        ran_out, has_fitted, has_unused, *attempt.largest = self._consensus.max_of_each(*map(int, own), *numbers)
         attempt.ran_out, attempt.has_fitted = bool(ran_out), bool(has_fitted)
         if ran_out:
             attempt.result = None

@@ -186,7 +186,7 @@ class RecordedRuns:
             reason = "ranks issue different collectives in a micro-step"
         parameters = list(model.parameters())
         is_used = (int(any(one.is_used[number] for one in recorded)) for number in range(len(parameters)))
-        used = list(itertools.compress(parameters, consensus.begin_max(*is_used)()))
+        used = list(itertools.compress(parameters, consensus.max_of_each(*is_used)))
         numbers = recorded[0].numbers, recorded[-1].numbers
         return Found(reason, expected, numbers, self._ledger.counts, may_change, used)
 

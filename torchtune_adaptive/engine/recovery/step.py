@@ -272,7 +272,7 @@ class RecoverableStep(Generic[Sums]):
         if self._cutter.is_even:  # that of recipes, whose ranks change alike
             return is_outdated
         own = -num_micro_steps, num_micro_steps, int(is_outdated)
-        negated_fewest, most, any_outdated = self._loop.consensus.begin_max(*own)()
+        negated_fewest, most, any_outdated = self._loop.consensus.max_of_each(*own)
         if any_outdated:
             return True
         if not most:

@@ -311,7 +311,7 @@ class Prober:
         """
         peaks_bytes = [earlier.peak_bytes for earlier in self.probes] or [probe.peak_bytes]
         is_the_same = self._made_the_same and probe.fits and probe.peak_bytes in peaks_bytes
-        negated_rows, differs = self._consensus.begin_max(-self._made_rows, not is_the_same)()
+        negated_rows, differs = self._consensus.max_of_each(-self._made_rows, not is_the_same)
         if not differs and probe.batch_size > SMALL_BATCH_SIZES[0]:
             *others, last = sorted({*SMALL_BATCH_SIZES, probe.batch_size})
             raise InputError(
