@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.distributed.fsdp_state import reset_after_failure
+from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states, reset_after_failure
 from torchtune_adaptive.engine.distributed.snapshot import UnchangedParameters, restore_on_exit
 from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.memory.devices import meter_for
@@ -120,7 +120,18 @@ class Loop:
                 for optimizer in self.optimizers:
                     allocate_state(optimizer)
 
-        return run_or_abort_together(create, self.consensus) is Outcome.DONE
+        return self.run_together(create)
+
+    def run_together(self, work: Callable[[], object]) -> bool:
+        """Run ``work`` with a vote of the ranks before each collective: see ``run_or_abort_together``. A collective.
+
+        Returns whether memory sufficed on all ranks. If not, FSDP2's settings are as before; call ``clean_up``.
+        """
+        settings = KeptSettings(fsdp_states(self.model))
+        is_done = run_or_abort_together(work, self.consensus) is Outcome.DONE
+        if not is_done:
+            settings.restore()
+        return is_done
 
     def clean_up(self, *, has_garbage: bool = True) -> None:
         """Drop gradients and everything else that a step has left, whether it failed or not.

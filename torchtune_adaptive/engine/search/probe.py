@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states
-from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.devices import wait_for
 from torchtune_adaptive.engine.memory.meter import MemoryMeter
@@ -136,8 +134,8 @@ class Prober:
 
     def _look_for_rows(self) -> None:
         found: list[BatchRows] = []
-        outcome = run_or_abort_together(lambda: found.append(BatchRows(self._make_batch)), self._consensus)
-        self._rows = found[0] if outcome is Outcome.DONE else None
+        is_done = self._loop.run_together(lambda: found.append(BatchRows(self._make_batch)))
+        self._rows = found[0] if is_done else None
 
     def fits(self, batch_size: int) -> bool:
         """Whether a step of ``batch_size`` rows fits on every rank. A collective; all ranks get the same answer."""
@@ -271,24 +269,21 @@ class Prober:
         self._meter.reset()
         if timeline:
             self._meter.start_timeline()
-        settings = KeptSettings(fsdp_states(self._loop.model))
-        outcome = run_or_abort_together(lambda: self._step(batch_size), self._consensus)
+        is_done = self._loop.run_together(lambda: self._step(batch_size))
         wait_for(self._loop.device)
         if timeline:
             recorded = self._meter.stop_timeline(batch_size)
-            if outcome is Outcome.DONE:
+            if is_done:
                 self._timelines[batch_size] = recorded
         peak_bytes, phase_peak_bytes = self._meter.peak_bytes, self._meter.phase_peak_bytes
         limit_bytes = self._meter.limit_bytes
         signs = (
             self._meter.allocator_retries > 0,
             limit_bytes is not None and peak_bytes > limit_bytes,
-            outcome is not Outcome.DONE,
+            not is_done,
         )
         worst = self._consensus.max_over_ranks(max(number * sign for number, sign in enumerate(signs, start=1)))
         self._loop.clean_up()
-        if outcome is not Outcome.DONE:
-            settings.restore()
         probe = Probe(
             batch_size=batch_size,
             fits=worst == 0,

@@ -4,9 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtune_adaptive.engine.distributed.fsdp_state import KeptSettings, fsdp_states
 from torchtune_adaptive.engine.distributed.ledger import CollectiveStateUnknownError
-from torchtune_adaptive.engine.distributed.vote import Outcome, run_or_abort_together
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.engine.memory.devices import wait_for
 from torchtune_adaptive.engine.memory.out_of_memory import comes_from_out_of_memory
@@ -69,15 +67,16 @@ def time_in_turns(
 
 def _time_steps(loop: Loop, steps: Sequence[Any], *, votes: bool) -> float | None:
     """The seconds of ``steps``; None if memory runs out, which several ranks must vote on."""
+    taken_s: list[float] = []
 
     def work() -> None:
+        wait_for(loop.device)
+        started = time.perf_counter()
         for micro_batches in steps:
             loop.step(micro_batches)
         wait_for(loop.device)
+        taken_s.append(time.perf_counter() - started)
 
-    settings = KeptSettings(fsdp_states(loop.model))
-    wait_for(loop.device)
-    started = time.perf_counter()
     if not votes and loop.consensus.world_size > 1:
         try:
             work()
@@ -87,8 +86,7 @@ def _time_steps(loop: Loop, steps: Sequence[Any], *, votes: bool) -> float | Non
             raise CollectiveStateUnknownError(
                 "memory ran out while train steps were timed, and the other ranks wait for this one"
             ) from error
-    elif run_or_abort_together(work, loop.consensus) is not Outcome.DONE:
+    elif not loop.run_together(work):
         loop.clean_up()
-        settings.restore()
         return None
-    return time.perf_counter() - started
+    return taken_s[0]
