@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from torchtune_adaptive.engine.recovery.columns import columns, map_columns
+from torchtune_adaptive.engine.recovery.columns import column_lengths, columns, map_columns
 from torchtune_adaptive.engine.recovery.micro_batches import Slices, chosen, consecutive, not_a_sum
 from torchtune_adaptive.engine.recovery.trial import cannot_cut
 from torchtune_adaptive.errors import InputError, quote
@@ -135,8 +135,7 @@ class TrainerBatches(Slices):
 
     def num_to_try(self, samples: Sequence[TrainerBatch]) -> int:
         """The samples of the largest batch, or of all, of which a trial can choose two."""
-        numbers = [self.num_samples(one.inputs) for one in samples]
-        return sum(numbers) if self.joins else max(numbers, default=0)
+        return sum(self.num_samples(one.inputs) for one in samples) if self.joins else self.largest_batch(samples)
 
     def can_be_joined(self, samples: Sequence[TrainerBatch]) -> bool:
         """Whether there are several batches of equal columns, and it is known how their rows are padded to one length.
@@ -182,12 +181,10 @@ class TrainerBatches(Slices):
         Raises:
             InputError: the batch has something whose rows are not known.
         """
-        found = dict(columns(inputs))
-        arrays = {name: len(column) for name, column in found.items() if hasattr(column, "ndim")}
-        lengths = arrays or {name: len(column) for name, column in found.items()}
+        lengths = column_lengths(inputs)
         if not lengths:
             raise InputError(f"A batch must be a mapping of tensors, but is {quote(inputs)} instead.")
-        num_samples = max(lengths.values(), default=0) // self._rows_per_sample
+        num_samples = max(lengths.values()) // self._rows_per_sample
         if not num_samples or not {*lengths.values()} <= {num_samples, num_samples * self._rows_per_sample}:
             rows = "two rows" if self._rows_per_sample > 1 else "one row"
             raise InputError(f"Every tensor of a batch must have {rows} per sample, but has {quote(lengths)} instead.")

@@ -9,7 +9,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -88,12 +88,10 @@ def keep_random_states(generators: Sequence[Any] = ()) -> Iterator[None]:
 @contextmanager
 def keep_own_generators(*functions: Callable[..., Any]) -> Iterator[None]:
     """Context: on exit, restore the random generators that ``functions`` refer to, such as a data set's own."""
-    states = [(put, get()) for get, put in filter(None, map(state_access, generators_within_reach(functions)))]
-    try:
+    with ExitStack() as stack:
+        for get, put in filter(None, map(state_access, generators_within_reach(functions))):
+            stack.callback(put, get())
         yield
-    finally:
-        for put, state in states:
-            put(state)
 
 
 class RandomStates:

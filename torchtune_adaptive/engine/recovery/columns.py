@@ -29,6 +29,13 @@ def columns(batch: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def column_lengths(batch: Any) -> dict[str, int]:
+    """The number of entries of each column in a batch with names; if some are tensors or arrays, of these alone."""
+    found = dict(columns(batch))
+    arrays = {name: column for name, column in found.items() if hasattr(column, "ndim")}
+    return {name: len(column) for name, column in (arrays or found).items()}
+
+
 def map_columns(batch: Any, change: Callable[[Any], Any], *, lengths: Collection[int]) -> Any:
     """The batch, of the same type, with ``change(column)`` instead of each column.
 
@@ -188,8 +195,6 @@ def _is_tensor_dict(batch: Any) -> bool:
 
 def _with_values(batch: Any, values: dict[str, Any]) -> Any:
     """A copy of the batch with other values."""
-    if type(batch) is dict:
-        return values
     if isinstance(batch, tuple):
         return type(batch)(**values)
     if _is_tensor_dict(batch):

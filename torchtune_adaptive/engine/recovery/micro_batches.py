@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.recovery.columns import columns, is_column, map_columns, named_values
+from torchtune_adaptive.engine.recovery.columns import column_lengths, is_column, map_columns, named_values
 from torchtune_adaptive.errors import InputError, quote, reason_of, require_integer
 
 
@@ -221,9 +221,7 @@ def num_samples(samples: Any) -> int:
         lengths = {"": len(samples)} if is_column(samples) else {}
         is_list_of_columns = isinstance(samples, list | tuple) and _are_columns(samples)
     else:
-        found = dict(columns(samples))
-        arrays = {name: column for name, column in found.items() if hasattr(column, "ndim")}
-        lengths = {name: len(column) for name, column in (arrays or found).items()}
+        lengths = column_lengths(samples)
     if len({*lengths.values()}) != 1 or is_list_of_columns:
         fault = f"has lengths {quote(lengths)}" if len(lengths) > 1 else f"is {quote(samples)}"
         if is_list_of_columns:
