@@ -10,8 +10,8 @@ them, so that one pass over the list gives all values.
 
 import logging
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -246,14 +246,19 @@ def _reduced(reduction: str, own: torch.Tensor, parts: list[torch.Tensor]) -> to
     return reduced / len(parts) if reduction == "mean" else reduced
 
 
-@contextmanager
-def with_attributes(owner: Any, **values: Any) -> Iterator[None]:
+def with_attributes(owner: Any, **values: Any) -> AbstractContextManager[None]:
     """Context: ``owner`` has these attributes or methods instead of its own."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    vars(owner).update(values)
+    return with_entries(vars(owner), values)
+
+
+@contextmanager
+def with_entries(mapping: MutableMapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
+    """Context: ``mapping`` has these ``values`` instead of its own."""
+    before = {name: mapping[name] for name in values if name in mapping}
+    mapping.update(values)
     try:
         yield
     finally:
         for name in values:
-            del vars(owner)[name]
-        vars(owner).update(before)
+            del mapping[name]
+        mapping.update(before)

@@ -25,6 +25,7 @@ from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.recovery.columns import named_values
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.integrations.batches import TrainerBatches
+from torchtune_adaptive.integrations.late_gathers import with_entries
 from torchtune_adaptive.integrations.trainer_batch import IGNORED, TrainerBatch
 
 log = logging.getLogger(__name__)
@@ -121,9 +122,10 @@ def _seen_elsewhere(scan: "_Scan", num_samples: int, shows_progress: bool) -> li
     options |= {"dataset": scan, "batch_size": None}
     options |= {"timeout": 2 * _READING_S}  # then it hangs
     bar = Bar(desc="reading samples", total=num_samples, leave=False, delay=1, disable=not shows_progress)
+    without_threads = with_entries(os.environ, {"TOKENIZERS_PARALLELISM": "false"})  # a fork has not inherited them
     report = b""
     try:
-        with bar, _without_threads_of_tokenizers(), warnings.catch_warnings():
+        with bar, without_threads, warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)  # of any fork
             for told in DataLoader(**options):
                 if isinstance(told, int):
@@ -141,20 +143,6 @@ def _seen_elsewhere(scan: "_Scan", num_samples: int, shows_progress: bool) -> li
     if seen.num_failed:
         log.info("The search has left out samples (%d of %d): %s.", seen.num_failed, seen.num_read, seen.first_failure)
     return seen.samples
-
-
-@contextlib.contextmanager
-def _without_threads_of_tokenizers() -> Iterator[None]:
-    """Context of a fork, whose process has not inherited them."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 class _Scan(IterableDataset[Any]):
