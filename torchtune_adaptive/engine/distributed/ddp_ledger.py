@@ -9,7 +9,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -80,11 +80,10 @@ class DdpLedger(Ledger):
         self._grown.clear()
         self.unused.clear()
         self._missing = [sum(self._expected.get(one, math.inf) for one in bucket) for bucket in self._buckets]
-        forget_forward_passes(self._ddp)
         kept = self._ddp.require_forward_param_sync
         self._ddp.require_forward_param_sync = False  # `start_step` has broadcast the buffers
         try:
-            with self._ddp.no_sync(), compiled_as_a_whole():
+            with without_reducer(self._ddp):
                 self._is_running = True
                 yield
         finally:
@@ -190,22 +189,18 @@ def _check_ranks_stay_together(ddp: DistributedDataParallel) -> None:
         )
 
 
-def forget_forward_passes(ddp: DistributedDataParallel) -> None:
-    """Let the reducer of ``ddp`` expect no backward pass, and no buckets that it would build anew.
+@contextmanager
+def without_reducer(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Context: the reducer of ``ddp`` takes no part, and ``torch.compile`` does not split the model at its buckets.
 
     After a forward pass with gradients that has no backward pass of its parameters, as of a validation without
-    ``no_grad``, it would average the gradients of the next backward pass, also within ``no_sync``.
+    ``no_grad``, the reducer would average the gradients of the next backward pass, also within ``no_sync``. And the
+    parts of a model would be compiled while operations are recorded, and fail.
     """
-    ddp.reducer._reset_state()
-
-
-def compiled_as_a_whole() -> AbstractContextManager[Any]:
-    """Context: ``torch.compile`` does not split a model at the buckets of ``DistributedDataParallel``.
-
-    It would compile the parts while operations are recorded, and fail.
-    """
+    ddp.reducer._reset_state()  # it now expects no backward pass, and no buckets that it would build anew
     dynamo = sys.modules.get("torch._dynamo")  # imported by whoever compiles
-    return dynamo.config.patch(optimize_ddp=False) if dynamo else nullcontext()
+    with ddp.no_sync(), dynamo.config.patch(optimize_ddp=False) if dynamo else nullcontext():
+        yield
 
 
 def _not_supported(ddp: DistributedDataParallel) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.engine.distributed.consensus import Consensus
-from torchtune_adaptive.engine.distributed.ddp_ledger import compiled_as_a_whole, forget_forward_passes
+from torchtune_adaptive.engine.distributed.ddp_ledger import without_reducer
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
 from torchtune_adaptive.engine.loop import Loop, is_compiled
 from torchtune_adaptive.engine.memory.devices import computing_device, meter_for, optimizers_of
@@ -210,9 +210,7 @@ def searched_loop(
             if isinstance(module, DistributedDataParallel):
                 if module.static_graph:  # steps without its reducer would confuse it for good
                     raise InputError("DistributedDataParallel with `static_graph` cannot be searched: turn it off.")
-                forget_forward_passes(module)
-                stack.enter_context(module.no_sync())
-                stack.enter_context(compiled_as_a_whole())
+                stack.enter_context(without_reducer(module))
         yield Loop(
             micro_step=train_step,
             model=model,
