@@ -40,12 +40,10 @@ class Consensus:
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self.ranks = tuple(range(world_size) if ranks is None else sorted(ranks))
         if len(self.ranks) > 1:
-            whole = len(self.ranks) == world_size
-            timeout = _timeout()
-            if whole:
-                self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+            if len(self.ranks) == world_size:
+                self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=_timeout()))
             else:
-                self._group = _new_group(self.ranks, timeout)
+                self._group = _new_group(self.ranks)
             self.any_rank(False)  # all have connected: one that closes the group before makes gloo fail on the others
 
     @classmethod
@@ -163,7 +161,7 @@ def _timeout() -> timedelta:
     return max([default_pg_timeout, *given])
 
 
-def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
+def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """A gloo group of ``ranks``, which are not all of the default group. A collective of them only.
 
     ``dist.new_group(ranks, use_local_synchronization=True)`` names the group after the number of groups of the process.
@@ -178,7 +176,7 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
         dist.Backend("gloo"),
         c10d._get_default_store(),
         cast(Any, name),
-        timeout=timeout,
+        timeout=_timeout(),
     )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return cast(dist.ProcessGroup, group)

@@ -55,7 +55,7 @@ class FixedRandomness(OperationMode):
         result = func(*args, **kwargs)
         if generator is not None:
             generator.set_state(state)
-        values = _VALUES.get(name.rstrip("_"))
+        values = _VALUES.get(name.rstrip("_").removesuffix("_like"))
         is_seed = name == "randint" and (given.get("low"), given.get("high")) == _SEEDS
         if values is not None and isinstance(result, torch.Tensor) and not is_seed:
             with _disable_current_modes(), torch.no_grad():
@@ -93,9 +93,7 @@ def _spread(like: torch.Tensor) -> torch.Tensor:
 
 def _bernoulli(spread: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
     """With one probability for all, as in dropout, everything is kept."""
-    p = given.get("p")
-    if p is None:
-        p = given["self"]
+    p = given["self"] if given.get("p") is None else given["p"]
     return spread < p if isinstance(p, torch.Tensor) else torch.full_like(spread, float(p > 0))
 
 
@@ -122,13 +120,10 @@ def _exponential(spread: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
 _VALUES = {
     "bernoulli": _bernoulli,
     "rand": _uniform,
-    "rand_like": _uniform,
     "uniform": _uniform,
     "randn": _normal,
-    "randn_like": _normal,
     "normal": _normal,
     "randint": _integers,
-    "randint_like": _integers,
     "random": _integers,
     "exponential": _exponential,
 }
