@@ -212,7 +212,7 @@ def _the_last_micro_step_averages_buckets_while_it_computes(rank: int) -> None:
 
         def note(*_: Any, step: Any = step, buckets: list[int] = buckets) -> None:
             if step.recovers:
-                buckets.append(len(step._preparation.recovery._ledger.issued))
+                buckets.append(len(step._preparation.recovery.ledger.issued))
 
         training.net.first.register_full_backward_hook(note)
         with pytest.MonkeyPatch.context() as patched:
@@ -246,7 +246,7 @@ def _only_the_last_micro_step_reduces_under_fsdp2_whose_settings_are_then_as_bef
         step(training.rows(0))
     assert fsdp_settings(training.model) == before
     recovery: Any = step._preparation.recovery
-    kinds = [{one.kind for one in expected} for expected in recovery._ledger.expected]
+    kinds = [{one.kind for one in expected} for expected in recovery.ledger.expected]
     assert kinds == [{"all-gather"}, {"all-gather", "reduce-scatter"}]
 
 

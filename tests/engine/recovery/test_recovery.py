@@ -92,7 +92,7 @@ def _drifted(rank: int) -> list[str]:
 # ---- memory pressure
 
 
-def _pressures(rank: int) -> list[Attempt[int]]:
+def _pressures(rank: int) -> list[Attempt]:
     """Two attempts with a number each; in the second one, rank 0 runs out of memory."""
     recovery = _alone(nn.Linear(4, 4))
     micro_step = _fail(torch.OutOfMemoryError("too much")) if rank == 0 else lambda: 1
@@ -102,12 +102,12 @@ def _pressures(rank: int) -> list[Attempt[int]]:
     ]
 
 
-def _on_two(rank: int) -> tuple[dict[str, Tally], list[str], list[Attempt[int]]]:
+def _on_two(rank: int) -> tuple[dict[str, Tally], list[str], list[Attempt]]:
     return _a_few_faults(rank), _drifted(rank), _pressures(rank)
 
 
 @pytest.fixture(scope="module")
-def on_two() -> list[tuple[dict[str, Tally], list[str], list[Attempt[int]]]]:
+def on_two() -> list[tuple[dict[str, Tally], list[str], list[Attempt]]]:
     return run_on_ranks(_on_two, 2)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -136,20 +137,19 @@ class RecordedReduceScatter(_Recorded, ReduceScatter):
         return work
 
 
+@dataclass(eq=False)
 class _RecordAllReduce:
     """Hook that FSDP2 calls after the all-reduce of a module's gradients. Calls the hook that it replaces."""
 
-    def __init__(self, ledger: FsdpLedger, index: int, found: Communicators) -> None:
-        self._ledger = ledger
-        self._index = index
-        self._group = found.replicate_group
-        self._op = found.replicate_op
-        self._next = found.all_reduce_hook
+    ledger: FsdpLedger
+    index: int
+    found: Communicators
 
     def __call__(self, reduced: torch.Tensor) -> None:
-        assert self._group is not None
+        group, next_hook = self.found.replicate_group, self.found.all_reduce_hook
+        assert group is not None
         # Types that may overflow are summed, and divided separately.
-        op = self._op if reduced.dtype in (torch.float32, torch.bfloat16) else dist.ReduceOp.SUM
-        self._ledger.record(Collective("all-reduce", self._index, reduced.numel(), reduced.dtype, self._group, op))
-        if self._next is not None:
-            self._next(reduced)
+        op = self.found.replicate_op if reduced.dtype in (torch.float32, torch.bfloat16) else dist.ReduceOp.SUM
+        self.ledger.record(Collective("all-reduce", self.index, reduced.numel(), reduced.dtype, group, op))
+        if next_hook is not None:
+            next_hook(reduced)

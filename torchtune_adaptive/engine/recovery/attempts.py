@@ -9,8 +9,8 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from torch import nn
 
@@ -38,11 +38,8 @@ from torchtune_adaptive.errors import reason_of
 log = logging.getLogger(__name__)
 
 
-Result = TypeVar("Result")
-
-
 @dataclass
-class Attempt(Generic[Result]):
+class Attempt:
     """The micro-steps of an optimizer step, as far as they have run, and their outcome.
 
     Attributes:
@@ -54,7 +51,7 @@ class Attempt(Generic[Result]):
         largest: the largest of all ranks' numbers, in each position.
     """
 
-    result: Result | None = None
+    result: Any = None
     ran_out: bool = False
     error: str | None = None
     in_backward: bool = False
@@ -62,34 +59,29 @@ class Attempt(Generic[Result]):
     largest: Sequence[int] = ()
 
 
+@dataclass(eq=False)
 class Recovery:
     """Runs the micro-steps of one model on one rank, and keeps collectives aligned after an out-of-memory error.
 
-    Args:
+    Attributes:
         ledger: attached to the loop's model, with the expected collectives.
         buffers: those that a micro-step may change. ``start_step`` saves them.
         modules: those whose attributes a micro-step may change.
         generators: random generators of one's own, from which it may draw.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        *,
-        ledger: Ledger,
-        buffers: Sequence[TensorPlace],
-        modules: Sequence[nn.Module],
-        generators: Sequence[Any],
-    ) -> None:
-        self._loop = loop
-        self._consensus = loop.consensus
-        self._ledger = ledger
-        self._generators = generators
-        self._random_states = RandomStates(loop.device, generators)
-        self._buffers = buffers
+    loop: Loop
+    _: KW_ONLY
+    ledger: Ledger
+    buffers: Sequence[TensorPlace]
+    modules: Sequence[nn.Module]
+    generators: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        self._random_states = RandomStates(self.loop.device, self.generators)
         self._kept: KeptBuffers | None = None
-        self._attributes = KeptAttributes(modules, buffers)
-        self._states = fsdp_states(loop.model)
+        self._attributes = KeptAttributes(self.modules, self.buffers)
+        self._states = fsdp_states(self.loop.model)
         self._settings = self._first_settings = KeptSettings(self._states)
         self._is_in_step = True
         self._is_interrupted = False  # whether an error of the caller's has ended the last attempt
@@ -105,13 +97,13 @@ class Recovery:
         A collective.
         """
         self._reset_if_interrupted()
-        self._ledger.start_step()
-        self._random_states = RandomStates(self._loop.device, self._generators)
-        self._kept = KeptBuffers(self._buffers) if self._kept is None else self._kept.renewed()
+        self.ledger.start_step()
+        self._random_states = RandomStates(self.loop.device, self.generators)
+        self._kept = KeptBuffers(self.buffers) if self._kept is None else self._kept.renewed()
         self._attributes.save()
         self._settings = KeptSettings(self._states)
 
-    def attempt(self, micro_steps: Sequence[Callable[[], Result]], *, numbers: Sequence[int] = ()) -> Attempt[Result]:
+    def attempt(self, micro_steps: Sequence[Callable[[], Any]], *, numbers: Sequence[int] = ()) -> Attempt:
         """Run ``micro_steps``, equally many on every rank, and agree on the outcome.
 
         A collective; it adds one all-reduce on the CPU. If any rank ran out of memory, the gradients on all ranks are
@@ -124,42 +116,42 @@ class Recovery:
             CollectiveStateUnknownError: this rank cannot issue the same collectives as its peers. It must exit, and the
                 launcher then ends the others.
         """
-        attempt = Attempt[Result]()
+        attempt = Attempt()
         self._is_interrupted = True
         for number, micro_step in enumerate(micro_steps, start=1):
             drop_forward_passes(self._states)
-            self._ledger.begin(is_last=number == len(micro_steps))
+            self.ledger.begin(is_last=number == len(micro_steps))
             if attempt.error is None:
                 self._run(micro_step, attempt)
             if attempt.error is not None:
                 self._replay_rest(micro_step, attempt.error)
-            elif self._is_in_step and not self._ledger.agrees:
+            elif self._is_in_step and not self.ledger.agrees:
                 self._is_in_step = False
                 log.warning(
                     "Micro-steps no longer issue the collectives of the dry run: an out-of-memory error will now end"
                     ' the run. Pass `reduce="last"` instead of calling `set_requires_gradient_sync(False)`, and issue'
                     " your own collectives between the steps."
                 )
-        own = attempt.error is not None, attempt.has_fitted, bool(self._ledger.unused)
-        ran_out, has_fitted, has_unused, *attempt.largest = self._consensus.max_of_each(*map(int, own), *numbers)
+        own = attempt.error is not None, attempt.has_fitted, bool(self.ledger.unused)
+        ran_out, has_fitted, has_unused, *attempt.largest = self.loop.consensus.max_of_each(*map(int, own), *numbers)
         attempt.ran_out, attempt.has_fitted = bool(ran_out), bool(has_fitted)
         if ran_out:
             attempt.result = None
             self._clean(has_garbage=attempt.error is None)  # else this rank has cleaned up at once
         elif has_unused:
-            self._ledger.drop_unused(self._consensus)
+            self.ledger.drop_unused(self.loop.consensus)
         self._is_interrupted = False
         drop_forward_passes(self._states)  # else the model shows parameters that stay whole, without their gradients
         return attempt
 
-    def _run(self, micro_step: Callable[[], Result], attempt: Attempt[Result]) -> None:
+    def _run(self, micro_step: Callable[[], Any], attempt: Attempt) -> None:
         """Add the result of ``micro_step`` to ``attempt``, or clean up and keep the text of its error there.
 
         Only the text is kept, because the error's traceback keeps all tensors alive.
         """
         handled = sys.exc_info()[1]
         try:
-            with self._ledger.running():
+            with self.ledger.running():
                 result = micro_step()
             attempt.result = sum_of_results(attempt.result, result)
             attempt.has_fitted = True
@@ -185,8 +177,8 @@ class Recovery:
 
     def _clean(self, *, has_garbage: bool = True) -> None:
         """Undo everything that the failed step left. Must be called outside of any ``except`` block."""
-        wait_for(self._loop.device)  # running collectives may use its memory; peers issue them too, so they end
-        self._loop.clean_up(has_garbage=has_garbage)
+        wait_for(self.loop.device)  # running collectives may use its memory; peers issue them too, so they end
+        self.loop.clean_up(has_garbage=has_garbage)
         self._settings.restore()
         self._attributes.restore()
         if self._kept is not None:
@@ -198,7 +190,7 @@ class Recovery:
         if not self._is_in_step:
             raise CollectiveStateUnknownError(f"micro-steps no longer issue the collectives of the dry run; {error}")
         try:
-            self._ledger.replay_rest(self._work_out(micro_step) if self._ledger.counts else None)
+            self.ledger.replay_rest(self._work_out(micro_step) if self.ledger.counts else None)
         except CollectiveStateUnknownError as doubt:
             raise CollectiveStateUnknownError(
                 f"this rank cannot issue the collectives that the others wait for: {doubt}; {error}"
@@ -207,7 +199,7 @@ class Recovery:
     def _work_out(self, micro_step: Callable[[], object]) -> list[AnyCollective]:
         """The collectives of ``micro_step``, among which are some that the model issues itself."""
         try:
-            found = collectives_of(micro_step, self._ledger, self._states)
+            found = collectives_of(micro_step, self.ledger, self._states)
         except Exception as failure:
             raise CollectiveStateUnknownError(f"they could not be worked out: {reason_of(failure)}") from failure
         self._clean()
@@ -215,7 +207,7 @@ class Recovery:
 
     def close(self) -> None:
         """Restore the model's own communication functions, and drop what an interrupted attempt has left."""
-        self._ledger.detach()
+        self.ledger.detach()
         self._reset_if_interrupted()
 
     def _reset_if_interrupted(self) -> None:
@@ -224,6 +216,6 @@ class Recovery:
         Unlike ``Loop.clean_up`` it does not wait for the device, which may be broken.
         """
         if self._is_interrupted:
-            self._loop.release()
-            reset_after_failure(self._loop.model)
+            self.loop.release()
+            reset_after_failure(self.loop.model)
             self._is_interrupted = False

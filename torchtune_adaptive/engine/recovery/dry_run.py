@@ -119,9 +119,6 @@ class _Trials:
         self._new = partial(
             Trial, loop, generators=runs.generators, has_earlier=runs.repeats, compares_results=compares_results
         )
-        self._trial = self._new()
-        self._micro_steps: MicroSteps = ()
-        self._keeps_gradients = False
         # A micro-step may change parameters in a way that no operation of torch shows.
         self._unchanged = UnchangedParameters(loop.named_parameters(runs.modules))
         self._names = _names_of_tensors(loop.model)
@@ -157,13 +154,13 @@ class _Trials:
         added = (name for name in _names_of_tensors(self._loop.model) if name not in self._names)
         if built := consensus.first_reason(next(added, "")):
             raise cannot_recover(f"a micro-step adds `{built}` to the model: build it before, by one forward pass")
-        verdict = Verdict() if len(self._micro_steps) < 3 else self._trial.verdict(consensus)
+        verdict = Verdict() if len(self._micro_steps) < 3 else self._trial.verdict()
         if verdict.may_be_random and self._is_random():
-            verdict = self._trial.random_verdict(consensus)
+            verdict = self._trial.random_verdict()
         if verdict.may_be_random:
             again = self._new(keeps_gradients=self._keeps_gradients, has_constant_noise=True)
             if self._runs.run(self._micro_steps, keeps_gradients=self._keeps_gradients, trial=again) is not None:
-                of_constant = again.verdict(consensus)
+                of_constant = again.verdict()
                 verdict = verdict if of_constant.factor is None else of_constant
         if verdict.factor is not None and not is_compiled(self._loop.model):
             self._check_undone()
@@ -177,7 +174,7 @@ class _Trials:
         Those of a sample alone may be the same by chance, as where each row is flipped with a probability.
         """
         others = (self._try_again(self._micro_steps[2:], seed=seed) for seed in _OTHER_SEEDS)
-        return any(one is not None and not self._trial.is_like(one, self._loop.consensus) for one in others)
+        return any(one is not None and not self._trial.is_like(one) for one in others)
 
     def _try_again(self, micro_steps: MicroSteps, *, seed: int | None = None) -> Trial | None:
         """The trial of one of the micro-steps alone, as the last one of a step. None if it does not fit."""
@@ -230,7 +227,7 @@ class _Trials:
         if found is None:
             has_others = consensus.any_rank(interruption.goes_on)
         else:
-            has_others = not before.is_like(trial, consensus, exactly=True)
+            has_others = not before.is_like(trial, exactly=True)
         if has_others:
             raise cannot_recover(
                 "`micro_step` catches out-of-memory errors itself, and goes on with other gradients: let them pass"
@@ -239,9 +236,7 @@ class _Trials:
     def _differs_from(self, before: Trial | None) -> bool:
         """Whether the first micro-step has other gradients than ``before``; not if one of both does not fit."""
         again = self._try_again(self._micro_steps[:1])
-        if before is None or again is None:
-            return False
-        return not before.is_like(again, self._loop.consensus, exactly=True)
+        return before is not None and again is not None and not before.is_like(again, exactly=True)
 
 
 def _names_of_tensors(model: nn.Module) -> list[str]:

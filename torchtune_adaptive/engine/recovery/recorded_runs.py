@@ -93,6 +93,7 @@ class RecordedRuns:
     Attributes:
         modules: those whose buffers and attributes a micro-step may change.
         generators: random generators of one's own that it may draw from.
+        repeats: whether micro-steps run twice: as others than the last one of an optimizer step, and as the last one.
 
     Raises:
         CannotRecoverError: the model's collectives cannot be recorded. Raised on every rank.
@@ -103,11 +104,7 @@ class RecordedRuns:
         self._ledger = _attached_ledger(loop, reduces_once=reduces_once)
         self.modules = loop.modules()
         self.generators = loop.generators(self.modules)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether micro-steps run twice: as others than the last one of an optimizer step, and as the last one."""
-        return self._ledger.reduces_once
+        self.repeats = self._ledger.reduces_once
 
     def detach(self) -> None:
         """Restore the model's own communication functions."""

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -259,7 +259,7 @@ class RecoverableStep(Generic[Sums]):
             self._note_fit(size_before)
         if is_thrashing is False:
             self._note_once(attempt)
-        return cast(Sums, attempt.result)
+        return attempt.result
 
     def _any_outdated(self, is_outdated: bool, num_micro_steps: int) -> bool:
         """Whether what the dry run has found may have changed on any rank. A collective.
@@ -312,7 +312,7 @@ class RecoverableStep(Generic[Sums]):
             return
         self.backoff.grew(self._number, is_whole=self._cutter.grow())
 
-    def _reduce(self, attempt: Attempt[Sums], samples: Any) -> None:
+    def _reduce(self, attempt: Attempt, samples: Any) -> None:
         """Halve the micro-batch: at once after an error, from the next step on if it is thrashing. A collective.
 
         Raises:
@@ -341,7 +341,7 @@ class RecoverableStep(Generic[Sums]):
         if size > size_before:
             self._note(MemoryEvent.growth(self._number, size_before, size, self._cutter.unit))
 
-    def _note_once(self, attempt: Attempt[Sums]) -> None:
+    def _note_once(self, attempt: Attempt) -> None:
         """Note, once for each size, that it stays although the allocator frees its cache. A collective."""
         size = self._cutter.size
         if (MemoryPressure.THRASHING, size, size) not in {one.kind for one in self._events}:

@@ -8,7 +8,7 @@ Otherwise the loss or a layer mixes the samples of a micro-batch.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtune_adaptive.engine.distributed.attributes import can_be_refilled
-from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.snapshot import RandomStates, seed_everything
 from torchtune_adaptive.engine.loop import Loop, is_compiled, sum_of_results
 from torchtune_adaptive.engine.memory.operations import OperationMode, plain_parts
@@ -65,43 +64,33 @@ class ResultsError(InputError):
     """The results of micro-steps do not add up."""
 
 
+@dataclass(eq=False)
 class Trial:
     """Watches three micro-steps, and compares their gradients and results.
 
-    Args:
+    Attributes:
         generators: random generators of one's own, from which a micro-step may draw.
         keeps_gradients: whether the gradients of a micro-step stay during the next one.
         has_earlier: whether those of the same three micro-steps are there before the first one.
         compares_results: whether results are compared.
         seed: of random numbers that are not fixed; None: as they would be.
         has_constant_noise: whether all random numbers of an operation are fixed to one value.
-
-    Attributes:
         mixing_layer: why samples must not be cut: a layer of this rank's has computed statistics over them; "" if none
             has.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        *,
-        generators: Sequence[Any] = (),
-        keeps_gradients: bool = False,
-        has_earlier: bool = False,
-        compares_results: bool = True,
-        seed: int | None = None,
-        has_constant_noise: bool = False,
-    ) -> None:
-        self._model = loop.model
-        self._generators = generators
-        self._seed = seed
-        self._compares_results = compares_results
-        self._optimizers = loop.optimizers
-        self._device = loop.device
-        self._keeps_gradients = keeps_gradients
-        self._has_earlier = has_earlier
-        self._randomness = FixedRandomness(is_constant=has_constant_noise)
-        self.mixing_layer = ""
+    loop: Loop
+    _: KW_ONLY
+    generators: Sequence[Any]
+    has_earlier: bool
+    compares_results: bool
+    keeps_gradients: bool = False
+    seed: int | None = None
+    has_constant_noise: bool = False
+    mixing_layer: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self._randomness = FixedRandomness(is_constant=self.has_constant_noise)
         self._sums: list[torch.Tensor] = []  # of the gradients of each micro-step
         self._left: list[torch.Tensor] = []  # those that are there after each micro-step
         self._before: Any = 0  # those of all gradients before the next one
@@ -114,33 +103,33 @@ class Trial:
         Raises:
             CannotRecoverError: the micro-step changes a parameter or the state of an optimizer; before it does so.
         """
-        states = RandomStates(self._device, self._generators)
-        attributes = {name: _attributes_of(one) for name, one in self._model.named_parameters()}
+        states = RandomStates(self.loop.device, self.generators)
+        attributes = {name: _attributes_of(one) for name, one in self.loop.model.named_parameters()}
         try:
             with ExitStack() as stack:
-                for name, module in self._model.named_modules():
+                for name, module in self.loop.model.named_modules():
                     if isinstance(module, _BatchNorm):
                         stack.callback(module.register_forward_pre_hook(self._noting(name)).remove)
-                for name, parameter in self._model.named_parameters():
+                for name, parameter in self.loop.model.named_parameters():
                     if parameter.requires_grad and getattr(parameter, "_post_accumulate_grad_hooks", None):
                         last = parameter.register_post_accumulate_grad_hook(partial(_check_kept, name, parameter))
                         stack.callback(last.remove)
                 stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
-                if self._seed is not None:
-                    seed_everything(self._seed, self._generators)
+                if self.seed is not None:
+                    seed_everything(self.seed, self.generators)
                 stack.enter_context(self._randomness)
-                stack.enter_context(_Guard(_kept_tensors(self._model, self._optimizers)))
+                stack.enter_context(_Guard(_kept_tensors(self.loop.model, self.loop.optimizers)))
                 yield
         finally:
             states.restore()
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.loop.model.named_parameters():
             before, after = attributes.get(name, {}), _attributes_of(parameter)
             if before.keys() != after.keys() or any(before[key] is not value for key, value in after.items()):
                 raise cannot_recover(f"a micro-step puts tensors into attributes of the parameter `{name}`")
 
     def note(self, result: Any) -> None:
         """Note what a micro-step has added to the gradients, and its result."""
-        before = self._before if self._keeps_gradients and self.is_finite else 0
+        before = self._before if self.keeps_gradients and self.is_finite else 0
         self.start_here()
         self._sums.append(self._before - before)
         self._left.append(self._before)
@@ -153,7 +142,7 @@ class Trial:
 
     def start_here(self) -> None:
         """Leave out what has been added to the gradients since the last micro-step."""
-        self._before = _sums_of_gradients(self._model, self._device)
+        self._before = _sums_of_gradients(self.loop.model, self.loop.device)
 
     def starts_finite(self) -> bool:
         """``start_here``, and tell whether what is left out is finite."""
@@ -162,14 +151,15 @@ class Trial:
 
     def forget_earlier(self) -> None:
         """Compare the next micro-step from zero: the caller has dropped all gradients."""
-        self._before, self._has_earlier = 0, False
+        self._before, self.has_earlier = 0, False
 
-    def verdict(self, consensus: Consensus) -> Verdict:
+    def verdict(self) -> Verdict:
         """Compare what was noted. A collective.
 
         Raises:
             ResultsError: results do not add up as gradients do. Raised on every rank.
         """
+        consensus = self.loop.consensus
         if layer := consensus.first_reason(self.mixing_layer):
             return Verdict(reason=layer)
         one, other, both = self._first(), *self._sums[1:]
@@ -181,19 +171,19 @@ class Trial:
         verdict = _compared(_tolerance(eps, "gradients"), norms[:4], norms[4:])
         if verdict.may_be_random and consensus.any_rank(self._drops_gradients(_tolerance(eps, "gradients"))):
             return Verdict(reason="a micro-step drops the gradients of the one before, or sets `.grad` itself")
-        if verdict.factor is None or not self._compares_results:
+        if verdict.factor is None or not self.compares_results:
             return verdict
         tolerance = _tolerance(eps, "results")
         if reason := consensus.first_reason(_why_no_sum(*self._results, factor=verdict.factor, tolerance=tolerance)):
             raise ResultsError(f"{reason}.")
         return verdict
 
-    def random_verdict(self, consensus: Consensus) -> Verdict:
+    def random_verdict(self) -> Verdict:
         """The verdict on micro-steps that draw random numbers, whose gradients cannot be compared. A collective."""
         reason = _why_no_sum(*self._results, factor=1.0, tolerance=_LARGEST_TOLERANCE)
-        return Verdict(is_random=True, why_no_sum=consensus.first_reason(reason))
+        return Verdict(is_random=True, why_no_sum=self.loop.consensus.first_reason(reason))
 
-    def is_like(self, other: "Trial", consensus: Consensus, *, exactly: bool = False) -> bool:
+    def is_like(self, other: "Trial", *, exactly: bool = False) -> bool:
         """Whether both have seen the same gradients in their last micro-step. A collective.
 
         Args:
@@ -202,11 +192,11 @@ class Trial:
         distance = (self._sums[-1] - other._sums[-1]).norm().item()
         largest = max(sums.norm().item() for sums in self._sums)
         tolerance = self._eps() if exactly else _tolerance(self._eps(), "gradients")
-        return not consensus.any_rank(distance > tolerance * largest)
+        return not self.loop.consensus.any_rank(distance > tolerance * largest)
 
     def _first(self) -> torch.Tensor:
         """The sums of the gradients of the first micro-step."""
-        if self._has_earlier and self._keeps_gradients:  # it added to the gradients of all three: g0 + (g0 + g1 + g2)
+        if self.has_earlier and self.keeps_gradients:  # it added to the gradients of all three: g0 + (g0 + g1 + g2)
             return (self._sums[0] - self._sums[1] - self._sums[2]) / 2
         return self._sums[0]
 
@@ -214,13 +204,13 @@ class Trial:
         """Whether only the gradients of the last micro-step are left, which has both samples."""
         one, other, both = self._left
         is_left = (both - one - other).norm() <= tolerance * both.norm()
-        return self._keeps_gradients and not self._has_earlier and bool(is_left)
+        return self.keeps_gradients and not self.has_earlier and bool(is_left)
 
     def _eps(self) -> float:
         """The relative rounding error of the least precise type that micro-steps have computed in."""
-        types = self._randomness.dtypes or {one.dtype for one in self._model.parameters()}
+        types = self._randomness.dtypes or {one.dtype for one in self.loop.model.parameters()}
         eps = max((torch.finfo(one).eps for one in types), default=0.0)
-        if self._device.type == "cuda" or is_compiled(self._model):
+        if self.loop.device.type == "cuda" or is_compiled(self.loop.model):
             eps = max(eps, torch.finfo(torch.float16).eps)  # of TF32; what compiled code computes in is not seen
         return eps
 
@@ -341,9 +331,8 @@ class _Guard(OperationMode):
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
-        held = [(name, one, _memory_of(one)) for name, one in tensors]
-        self._names = {id(one) if memory is None else memory._cdata: name for name, one, memory in held}
-        self._held = held  # so that no other tensor gets the same number
+        self._held = [(name, _memory_of(one)) for name, one in tensors]  # so that no other gets the same number
+        self._names = {memory._cdata: name for name, memory in self._held}
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         schema = getattr(func, "_schema", None)  # flex attention, a higher-order operator, has none
@@ -355,16 +344,14 @@ class _Guard(OperationMode):
 
     def _check(self, written: Any) -> None:
         for one in written if isinstance(written, list | tuple) else (written,):
-            if not isinstance(one, torch.Tensor):
-                continue
-            memory = _memory_of(one)
-            if name := self._names.get(id(one) if memory is None else memory._cdata):
+            name = self._names.get(_memory_of(one)._cdata) if isinstance(one, torch.Tensor) else None
+            if name is not None:
                 raise cannot_recover(f"a micro-step writes to {name}, which would happen twice if it ran again")
 
 
-def _memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The memory of a plain tensor; None of a sparse one, which has several."""
-    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+def _memory_of(tensor: torch.Tensor) -> Any:
+    """The memory of a plain tensor; for a sparse one, which has several, the tensor itself."""
+    return tensor.untyped_storage() if tensor.layout is torch.strided else tensor
 
 
 def _kept_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -206,7 +206,7 @@ class PressureWatch:
         """Ignore the allocator's retries from now on."""
         self._counts_retries = self._is_timed = self._had_retries = False
 
-    def event(self, attempt: Attempt[Any], *, step: int, before: int, after: int, unit: str) -> MemoryEvent:
+    def event(self, attempt: Attempt, *, step: int, before: int, after: int, unit: str) -> MemoryEvent:
         """The event of ``attempt``, equal on all ranks. A collective."""
         was_short = attempt.error is not None if attempt.ran_out else self.last_step[1] > 0
         phase = "backward" if attempt.in_backward else self._failed_in if attempt.ran_out else self.phases.now
