@@ -12,6 +12,7 @@ Some steps hold more than a line, such as the similarities of all rows with each
 fit even if memory grows with the cube of the rows, make a polynomial of each line.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -90,12 +91,8 @@ class Forecast:
         """
         if not any(x > 0 or y or z for _, x, y, z in self.coefficients):
             return None
-        failed = _MOST_ROWS
-        while failed - fitted > 1:
-            middle = (fitted + failed) // 2
-            # Half a byte allows for rounding errors.
-            fitted, failed = (middle, failed) if self.peak_bytes(middle) <= limit_bytes + 0.5 else (fitted, middle)
-        return fitted
+        # Half a byte allows for rounding errors.
+        return bisect_right(range(_MOST_ROWS), limit_bytes + 0.5, lo=fitted + 1, key=self.peak_bytes) - 1
 
     def crossing(self, limit_bytes: float, *, fitted: int) -> float | None:
         """As ``largest_batch_size``, with a fraction of a row."""
