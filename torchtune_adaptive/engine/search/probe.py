@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ def _lengths(value: Any, *place: object) -> Iterator[tuple[tuple[object, ...], A
         yield (*place, "value"), repr(value) if isinstance(value, str | bytes | int | float | None) else object()
 
 
+@dataclass(eq=False)
 class Prober:
     """Tries batch sizes on the real model and optimizer. All ranks must try the same sizes in the same order.
 
@@ -85,29 +87,23 @@ class Prober:
     no rank's allocator had to free its cache. Probes change the real state: wrap a search in
     ``Loop.restored``.
 
-    Args:
+    Attributes:
         make_batch: ``make_batch(n)`` returns the micro-batches of a worst-case step, of n rows each.
         meter: the meter of the loop's device, with the limit of this rank.
         forecasts: record timelines of the small sizes, for ``largest_forecast``; ``largest_along_curves`` has those of
             later sizes recorded too.
-
-    Attributes:
         probes: every size that was tried, in order.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        make_batch: Callable[[int], Any],
-        *,
-        meter: MemoryMeter,
-        forecasts: bool,
-    ) -> None:
-        self._loop = loop
-        self._make_batch = make_batch
-        self._meter = meter
-        self._consensus = loop.consensus
-        self._timeline_sizes = SMALL_BATCH_SIZES if forecasts else ()
+    loop: Loop
+    make_batch: Callable[[int], Any]
+    _: KW_ONLY
+    meter: MemoryMeter
+    forecasts: bool
+    probes: list[Probe] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._consensus = self.loop.consensus
         self._timelines: dict[int, Timeline] = {}
         self._rows: BatchRows | None = None
         self._made_rows, self._made_the_same = 0, False
@@ -115,7 +111,6 @@ class Prober:
         self._has_traced_again = False
         self._has_explained = False
         self._gives_copies = True  # until a step has left its batch as it was: it may be a view of the user's data
-        self.probes: list[Probe] = []
 
     def warm_up(self, bound: int, *, after_failure: Callable[[], None]) -> bool:
         """Run one step of two rows, or of one if two do not fit. Returns whether it fits. A collective.
@@ -134,12 +129,13 @@ class Prober:
 
     def _look_for_rows(self) -> None:
         found: list[BatchRows] = []
-        is_done = self._loop.run_together(lambda: found.append(BatchRows(self._make_batch)))
+        is_done = self.loop.run_together(lambda: found.append(BatchRows(self.make_batch)))
         self._rows = found[0] if is_done else None
 
     def fits(self, batch_size: int) -> bool:
         """Whether a step of ``batch_size`` rows fits on every rank. A collective; all ranks get the same answer."""
-        probe = self._attempt(batch_size, timeline=self._is_curved or batch_size in self._timeline_sizes)
+        is_small = self.forecasts and batch_size in SMALL_BATCH_SIZES
+        probe = self._attempt(batch_size, timeline=self._is_curved or is_small)
         self.probes.append(probe)
         return probe.fits
 
@@ -153,7 +149,7 @@ class Prober:
         # The first step at a size may compile kernels.
         if self._consensus.any_rank(not self._has_traced_again and self._operations_differ()):
             self._has_traced_again = True
-            for batch_size in self._timeline_sizes:
+            for batch_size in SMALL_BATCH_SIZES:
                 self.fits(batch_size)
         mine = self._forecast_here()
         if not self._consensus.any_rank(mine is not None):
@@ -168,7 +164,7 @@ class Prober:
         None if memory has not grown yet on any rank. From the first call on, all steps are recorded.
         """
         self._is_curved = True
-        forecast, limit_bytes = self._forecast(), self._meter.limit_bytes
+        forecast, limit_bytes = self._forecast(), self.meter.limit_bytes
         mine = None
         if forecast is not None and limit_bytes is not None:
             tried, peak_bytes = max(self._fitted_bytes().items())
@@ -187,8 +183,8 @@ class Prober:
         """
         forecast, missed_bytes = self._corrected_forecast(fitted)
         crossing = None
-        if forecast is not None and self._meter.limit_bytes is not None:
-            crossing = forecast.crossing(self._meter.limit_bytes - missed_bytes, fitted=fitted)
+        if forecast is not None and self.meter.limit_bytes is not None:
+            crossing = forecast.crossing(self.meter.limit_bytes - missed_bytes, fitted=fitted)
         crossings = [one for one in self._consensus.from_all_ranks(crossing) if one is not None]
         if len(crossings) < self._consensus.world_size:
             return None
@@ -215,7 +211,7 @@ class Prober:
         if self._operations_differ() and not self._has_explained:
             self._has_explained = True
             if self._consensus.rank == 0:
-                sizes = " and ".join(map(str, self._timeline_sizes))
+                sizes = " and ".join(map(str, SMALL_BATCH_SIZES))
                 log.warning(f"Steps of {sizes} rows ran different operations: the forecast goes by their peaks alone.")
 
     def _operations_differ(self) -> bool:
@@ -246,7 +242,7 @@ class Prober:
 
     def _forecast_here(self) -> int | None:
         forecast = self._lines()
-        if forecast is None or self._meter.limit_bytes is None:
+        if forecast is None or self.meter.limit_bytes is None:
             return None
         missed_bytes = {size: peak - forecast.peak_bytes(size) for size, peak in self._fitted_bytes().items()}
         tried, small = max(missed_bytes), SMALL_BATCH_SIZES[-1]
@@ -255,7 +251,7 @@ class Prober:
         start = (small_bytes, missed_bytes[small]) if tried_bytes > small_bytes else (0.0, 0.0)
         slope = max((missed_bytes[tried] - start[1]) / (tried_bytes - start[0]), 0.0)
         largest = forecast.largest_batch_size(
-            (self._meter.limit_bytes - missed_bytes[tried] + slope * tried_bytes) / (1 + slope), fitted=tried
+            (self.meter.limit_bytes - missed_bytes[tried] + slope * tried_bytes) / (1 + slope), fitted=tried
         )
         expected = (missed_bytes[small] * growth for growth in (1, tried_bytes / small_bytes))
         drift_bytes = min(abs(missed_bytes[tried] - one) for one in expected)
@@ -266,24 +262,24 @@ class Prober:
 
     def _attempt(self, batch_size: int, *, timeline: bool) -> Probe:
         started = time.perf_counter()
-        self._meter.reset()
+        self.meter.reset()
         if timeline:
-            self._meter.start_timeline()
-        is_done = self._loop.run_together(lambda: self._step(batch_size))
-        wait_for(self._loop.device)
+            self.meter.start_timeline()
+        is_done = self.loop.run_together(lambda: self._step(batch_size))
+        wait_for(self.loop.device)
         if timeline:
-            recorded = self._meter.stop_timeline(batch_size)
+            recorded = self.meter.stop_timeline(batch_size)
             if is_done:
                 self._timelines[batch_size] = recorded
-        peak_bytes, phase_peak_bytes = self._meter.peak_bytes, self._meter.phase_peak_bytes
-        limit_bytes = self._meter.limit_bytes
+        peak_bytes, phase_peak_bytes = self.meter.peak_bytes, self.meter.phase_peak_bytes
+        limit_bytes = self.meter.limit_bytes
         signs = (
-            self._meter.allocator_retries > 0,
+            self.meter.allocator_retries > 0,
             limit_bytes is not None and peak_bytes > limit_bytes,
             not is_done,
         )
         worst = self._consensus.max_over_ranks(max(number * sign for number, sign in enumerate(signs, start=1)))
-        self._loop.clean_up()
+        self.loop.clean_up()
         probe = Probe(
             batch_size=batch_size,
             fits=worst == 0,
@@ -324,12 +320,12 @@ class Prober:
 
     def _step(self, batch_size: int) -> None:
         self._made_rows, self._made_the_same = batch_size, False
-        batch = self._make_batch(batch_size)
+        batch = self.make_batch(batch_size)
         if self._rows is not None:
             self._made_rows = self._rows.count(batch, batch_size)
             self._made_the_same = self._rows.is_the_same(batch)
         given = copied(batch) if self._gives_copies else batch
-        self._meter.count([given, *leaves(given)])  # also tensors in dataclasses
-        with self._meter:
-            self._loop.step(given)
+        self.meter.count([given, *leaves(given)])  # also tensors in dataclasses
+        with self.meter:
+            self.loop.step(given)
         self._gives_copies = self._gives_copies and (was_changed(given, batch) or _has_parts(batch))
