@@ -13,7 +13,7 @@ from torchtune_adaptive.engine.memory.cuda_meter import CudaMeter
 from torchtune_adaptive.engine.memory.meter import MemoryMeter, device_memory_bytes
 from torchtune_adaptive.engine.optimizers import optimizers_within
 from torchtune_adaptive.errors import InputError, quote
-from torchtune_adaptive.text import format_bytes
+from torchtune_adaptive.text import format_bytes, parse_memory
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")  # its packages
 _NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # of torch, for debugging
@@ -97,6 +97,11 @@ def wait_for(device: torch.device) -> None:
     """Wait until ``device`` has done what was queued. A CPU has no queue."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
+
+
+def limit_bytes_of(memory_limit: int | str | None) -> int | None:
+    """The bytes of an argument that is a whole number, or a text such as "80GiB"; None if there is no limit."""
+    return None if memory_limit is None else parse_memory(memory_limit)
 
 
 def check_limit(limit_bytes: int | None, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.engine.loop import Loop, check_no_search, compile_each_size, sum_of_results
-from torchtune_adaptive.engine.memory.devices import computing_device, optimizers_of
+from torchtune_adaptive.engine.memory.devices import computing_device, limit_bytes_of, optimizers_of
 from torchtune_adaptive.engine.optimizers import optimizers_within
 from torchtune_adaptive.engine.recovery.attempts import Attempt
 from torchtune_adaptive.engine.recovery.backoff import Backoff
@@ -32,7 +32,6 @@ from torchtune_adaptive.errors import (
     require_callable,
     require_one_of,
 )
-from torchtune_adaptive.text import parse_memory
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class RecoverableStep(Generic[Sums]):
         require_one_of("reduce", reduce, ("each", "last"))
         self._reduces_once = reduce == "last"
         self._owns_watch = watch is None
-        limit_bytes = None if memory_limit is None else parse_memory(memory_limit)
+        limit_bytes = limit_bytes_of(memory_limit)
         self._watch = watch or PressureWatch.of(
             model, optimizers, device, process_group=process_group, limit_bytes=limit_bytes
         )

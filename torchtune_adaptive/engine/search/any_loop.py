@@ -1,6 +1,7 @@
 """``find_max_batch_size`` and ``find_max_tokens``: the search for any PyTorch training loop."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.engine.distributed.ddp_ledger import without_reducer
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
 from torchtune_adaptive.engine.loop import Loop, is_compiled
-from torchtune_adaptive.engine.memory.devices import computing_device, meter_for, optimizers_of
+from torchtune_adaptive.engine.memory.devices import computing_device, limit_bytes_of, meter_for, optimizers_of
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.engine.recovery.optimizer_state import check_optimizers
 from torchtune_adaptive.engine.search.find import search
@@ -22,7 +23,7 @@ from torchtune_adaptive.engine.search.options import SearchOptions, Strategy
 from torchtune_adaptive.engine.search.strategies import NO_BOUND, SMALL_BATCH_SIZES, Probe, SearchResult
 from torchtune_adaptive.engine.search.token_budget import search_token_budget
 from torchtune_adaptive.errors import InputError, require_callable, require_integer
-from torchtune_adaptive.text import count_text, parse_memory
+from torchtune_adaptive.text import count_text
 
 
 def find_max_batch_size(
@@ -84,7 +85,7 @@ def find_max_batch_size(
         strategy=strategy,
         power_of_two=power_of_two,
         max_batch_size=max_batch_size,
-        memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit),
+        memory_limit_bytes=limit_bytes_of(memory_limit),
         margin=margin,
     )
     if strategy == "decrease_until_oom" and max_batch_size is None:
@@ -161,9 +162,7 @@ def find_max_tokens(
     """
     require_integer("seq_len", seq_len, minimum=1)
     require_callable(make_batch=make_batch)
-    options = SearchOptions(
-        memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit), margin=margin
-    )
+    options = SearchOptions(memory_limit_bytes=limit_bytes_of(memory_limit), margin=margin)
     bound = NO_BOUND if max_rows is None else require_integer("max_rows", max_rows, minimum=1)
     with searched_loop(train_step, model, optimizer, process_group) as loop:
 
@@ -232,12 +231,9 @@ def _empty_cache_before_first_step(optimizer: torch.optim.Optimizer) -> None:
     Otherwise the state takes parts of blocks that activations have left, which the allocator then can neither free nor
     use whole: later steps have less memory than the search had.
     """
-    is_first = True
 
-    def empty_cache(*_: Any) -> None:
-        nonlocal is_first
-        if is_first:
-            torch.cuda.empty_cache()
-        is_first = False
+    @functools.cache
+    def empty_cache_once() -> None:
+        torch.cuda.empty_cache()
 
-    optimizer.register_step_pre_hook(empty_cache)
+    optimizer.register_step_pre_hook(lambda *_: empty_cache_once())

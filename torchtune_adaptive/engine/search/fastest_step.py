@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtune_adaptive.engine.memory.devices import check_limit
+from torchtune_adaptive.engine.memory.devices import check_limit, limit_bytes_of
 from torchtune_adaptive.engine.search.any_loop import searched_loop
 from torchtune_adaptive.engine.search.find import limit_meter
 from torchtune_adaptive.engine.search.options import SearchOptions
@@ -18,7 +18,7 @@ from torchtune_adaptive.engine.search.probe import Prober
 from torchtune_adaptive.engine.search.throughput import time_in_turns
 from torchtune_adaptive.engine.search.timing import Timing, simplest_near_best
 from torchtune_adaptive.errors import InputError, NothingFitsError, is_number, quote, require_callable
-from torchtune_adaptive.text import format_bytes, parse_memory, text_table
+from torchtune_adaptive.text import format_bytes, text_table
 
 _STEPS_COMPARED = 2  # the loss of the second one shows what the first has made of the model
 
@@ -115,9 +115,7 @@ def find_fastest(
     require_callable(**{f"train_steps[{name!r}]": step for name, step in train_steps.items()})
     if not is_number(tolerance) or not tolerance > 0:
         raise InputError(f"`tolerance` must be a number above 0, but is {quote(tolerance)} instead.")
-    options = SearchOptions(
-        memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit), margin=margin
-    )
+    options = SearchOptions(memory_limit_bytes=limit_bytes_of(memory_limit), margin=margin)
     names, losses = list(train_steps), list[float]()
     left_out: dict[str, str] = {}
 
