@@ -62,9 +62,7 @@ class WatchOperations(OperationMode):
     """
 
     def __init__(
-        self,
-        after_operation: Callable[[Any, Any, Any], None],
-        after_resize: Callable[[torch.UntypedStorage], None],
+        self, after_operation: Callable[[Any, Any, Any], None], after_resize: Callable[[torch.UntypedStorage], None]
     ) -> None:
         super().__init__()
         self._after_operation = after_operation

@@ -211,12 +211,7 @@ def searched_loop(
                     raise InputError("DistributedDataParallel with `static_graph` cannot be searched: turn it off.")
                 stack.enter_context(without_reducer(module))
         yield Loop(
-            micro_step=train_step,
-            model=model,
-            optimizers=optimizers,
-            device=device,
-            meter=meter,
-            consensus=consensus,
+            micro_step=train_step, model=model, optimizers=optimizers, device=device, meter=meter, consensus=consensus
         )
     if is_compiled(model):
         torch.compiler.reset()  # code compiled for probes would make the sizes of training dynamic

@@ -24,12 +24,7 @@ from torchtune_adaptive.text import format_bytes
 
 
 def search(
-    loop: Loop,
-    make_batch: Callable[[int], Any],
-    options: SearchOptions,
-    *,
-    start: int,
-    bound: int,
+    loop: Loop, make_batch: Callable[[int], Any], options: SearchOptions, *, start: int, bound: int
 ) -> SearchResult:
     """The largest batch size up to ``bound`` and ``options.max_batch_size`` that fits on every rank. A collective.
 

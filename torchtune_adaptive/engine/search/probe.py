@@ -273,11 +273,8 @@ class Prober:
                 self._timelines[batch_size] = recorded
         peak_bytes, phase_peak_bytes = self.meter.peak_bytes, self.meter.phase_peak_bytes
         limit_bytes = self.meter.limit_bytes
-        signs = (
-            self.meter.allocator_retries > 0,
-            limit_bytes is not None and peak_bytes > limit_bytes,
-            not is_done,
-        )
+        is_above = limit_bytes is not None and peak_bytes > limit_bytes
+        signs = self.meter.allocator_retries > 0, is_above, not is_done
         worst = self._consensus.max_over_ranks(max(number * sign for number, sign in enumerate(signs, start=1)))
         self.loop.clean_up()
         probe = Probe(
