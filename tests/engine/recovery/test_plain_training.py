@@ -62,6 +62,7 @@ class Variant:
     passes: int = 1  # backward passes of a micro-step
     options: dict[str, Any] = field(default_factory=dict)  # of DistributedDataParallel or FSDP2
     changes_gradients: bool = False  # after the backward pass, in the micro-step
+    changes_in_hooks: bool = False  # of parameters, which are there from the second step on
     is_whole_later: bool = False  # FSDP2 does not reshard a layer after its forward pass, from the second step on
 
 
@@ -77,6 +78,10 @@ VARIANTS = {
     "unused parameters": Variant("unused", options={"find_unused_parameters": True}),
     "compiled": Variant("compiled"),
     "gradients that a micro-step changes after its backward pass": Variant(changes_gradients=True),
+    "the same, of which some are of one rank or of none": Variant(
+        "unused", options={"find_unused_parameters": True}, changes_gradients=True
+    ),
+    "gradients that late hooks change": Variant(changes_in_hooks=True),
     "sharded": SHARDED,
     "sharded, with other settings after a step": Variant("sharded", is_whole_later=True),
     "sharded, bf16": Variant("sharded", options={"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
@@ -110,7 +115,8 @@ class Training:
             loss.backward()
             losses.append(loss.detach())
         if self.variant.changes_gradients:
-            for parameter in self.model.parameters():
+            for parameter in (self.net.first.weight, self.net.last.weight):
+                assert parameter.grad is not None
                 parameter.grad.add_(parameter.detach(), alpha=len(rows) / 100)
         return torch.stack(losses).sum()
 
@@ -166,6 +172,9 @@ class Training:
     def _change(self, number: int) -> None:
         if number == 1:
             self.net.first.requires_grad_(True)
+            if self.variant.changes_in_hooks:
+                for parameter in self.model.parameters():
+                    parameter.register_post_accumulate_grad_hook(_enlarge)
             if self.variant.is_whole_later:
                 cast(FSDPModule, self.net.first).set_reshard_after_forward(False)
 
@@ -176,6 +185,11 @@ class Training:
 
     def state(self) -> list[torch.Tensor]:
         return [tensor.clone() for tensor in (*tensors_of(self.model, self.optimizer), *self.model.buffers())]
+
+
+def _enlarge(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(1.5)
 
 
 def _of_rank_one(micro_step: int, place: int) -> dict[int, Fault]:

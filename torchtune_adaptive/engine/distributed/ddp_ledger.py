@@ -52,11 +52,15 @@ class DdpLedger(Ledger):
         self._expected: dict[nn.Parameter, float] = {}
         self._grown: Counter[nn.Parameter] = Counter()
         self._missing: list[float] = []  # per bucket, how often its gradients have still to grow
+        # How many backward passes a micro-step has; infinite if that may differ. 0: not known yet.
+        self._expected_passes: float = 0
+        self._num_passes = 0  # that have ended
+        self._passes_under_way: set[int] = set()  # several where one runs another, as reentrant checkpoints do
         self._works: list[dist.Work] = []
         self._is_running = False
-        self._hooks = [
-            one.register_post_accumulate_grad_hook(partial(self._has_grown, one)) for one in self._parameters
-        ]
+        # Where `DistributedDataParallel` has its own: after all hooks of a parameter, also those that come later.
+        self._nodes = [(one, _node_that_accumulates(one)) for one in self._parameters]
+        self._hooks = [node.register_hook(partial(self._has_grown, one)) for one, node in self._nodes]
 
     def detach(self) -> None:
         """Remove the hooks on the parameters."""
@@ -78,6 +82,8 @@ class DdpLedger(Ledger):
     def running(self) -> Iterator[None]:
         """Context of a micro-step; at the end of the last one, gradients are averaged."""
         self._grown.clear()
+        self._passes_under_way.clear()
+        self._num_passes = 0
         self.unused.clear()
         self._missing = [sum(self._expected.get(one, math.inf) for one in bucket) for bucket in self._buckets]
         kept = self._ddp.require_forward_param_sync
@@ -90,8 +96,7 @@ class DdpLedger(Ledger):
             self._is_running = False
             self._ddp.require_forward_param_sync = kept
         if self.is_last:
-            while len(self._issued) < len(self._buckets):
-                self._issue()
+            self._issue_rest()
             self._wait()
         self._learn()
 
@@ -112,7 +117,7 @@ class DdpLedger(Ledger):
         bucket = self._buckets[collective.place]
         self._all_reduce(list(zeros.split([one.numel() for one in bucket])), collective)
 
-    def _has_grown(self, parameter: nn.Parameter, _: object) -> None:
+    def _has_grown(self, parameter: nn.Parameter, *_: object) -> None:
         """Note that the backward pass has added to the gradient of ``parameter``, and issue buckets that are complete.
 
         It does nothing outside of micro-steps: a backward pass between steps, as of a penalty, is not averaged.
@@ -123,6 +128,10 @@ class DdpLedger(Ledger):
         if not self._is_running:
             return
         self._grown[parameter] += 1
+        if (task := torch._C._current_graph_task_id()) not in self._passes_under_way:
+            self._passes_under_way.add(task)
+            ended = partial(self._has_ended, task)
+            torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
         number = self._bucket_of[parameter]
         self._missing[number] -= 1
         if not self.is_last:
@@ -132,11 +141,25 @@ class DdpLedger(Ledger):
                 "A gradient grew after it had been averaged: the micro-step uses a parameter more often than the ones"
                 " before it. Call `RecoverableStep.disable()` to train this model without recovery."
             )
-        num_before = len(self._issued)
         while len(self._issued) < len(self._buckets) and not self._missing[len(self._issued)]:
             self._issue()
-        if len(self._issued) > num_before:  # wait when the backward pass ends: a micro-step may then change gradients
-            torch.autograd.Variable._execution_engine.queue_callback(self._wait)  # type: ignore[attr-defined]
+
+    def _has_ended(self, task: int) -> None:
+        """Note that a backward pass has ended, and finish the averages: the micro-step may then change gradients.
+
+        After the last pass this includes buckets with parameters that some backward passes do not use.
+        """
+        self._passes_under_way.discard(task)
+        if self._passes_under_way:
+            return
+        self._num_passes += 1
+        if self.is_last and self._num_passes == self._expected_passes:
+            self._issue_rest()
+        self._wait()
+
+    def _issue_rest(self) -> None:
+        while len(self._issued) < len(self._buckets):
+            self._issue()
 
     def _issue(self) -> None:
         """Average the gradients of the next bucket."""
@@ -169,6 +192,14 @@ class DdpLedger(Ledger):
         for parameter in self._parameters:
             grown = self._grown[parameter] or math.inf  # one without a gradient may have one later
             self._expected[parameter] = grown if self._expected.get(parameter, grown) == grown else math.inf
+        if self._num_passes:
+            self._expected_passes = self._num_passes if self._expected_passes in (0, self._num_passes) else math.inf
+
+
+def _node_that_accumulates(parameter: nn.Parameter) -> Any:
+    """The node of autograd that adds to the gradient of ``parameter``. Whoever has a hook on it must keep it."""
+    with torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def _check_ranks_stay_together(ddp: DistributedDataParallel) -> None:
