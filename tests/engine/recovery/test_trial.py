@@ -4,7 +4,7 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -481,6 +481,24 @@ def test_what_a_micro_step_that_ends_halfway_leaves_for_the_next_one_is_refused(
     with pytest.raises(CannotRecoverError, match="a micro-step that ends halfway changes the next one: it leaves"):
         step_of(model, partial(taken_at_the_end, box)).dry_run(ROWS)
     step_of(model, partial(taken_at_the_beginning, box)).dry_run(ROWS)
+
+
+def test_what_it_leaves_for_all_that_follow_is_refused_unless_it_is_removed_after_an_error_too() -> None:
+    """As a hook."""
+    model = net()
+
+    def loss_of(rows: torch.Tensor, *, is_removed: bool) -> torch.Tensor:
+        hook = model[0].weight.register_hook(lambda gradient: 2 * gradient)  # pyright: ignore
+        with ExitStack() as after_errors:
+            after_errors.callback(hook.remove if is_removed else lambda: None)
+            loss = total_loss(model, rows)
+            loss.backward()
+        hook.remove()
+        return loss.detach()
+
+    RecoverableStep(model, partial(loss_of, is_removed=True), micro_batch_size=4).dry_run(ROWS)
+    with pytest.raises(CannotRecoverError, match="a micro-step that ends halfway changes the next one: it leaves"):
+        RecoverableStep(model, partial(loss_of, is_removed=False), micro_batch_size=4).dry_run(ROWS)
 
 
 def test_a_micro_step_that_skips_a_batch_without_memory_is_refused_but_not_one_that_tries_again() -> None:

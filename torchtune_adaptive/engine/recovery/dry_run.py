@@ -190,17 +190,18 @@ class _Trials:
             CannotRecoverError: it has other gradients, or fails. Raised on every rank.
         """
         consensus = self._loop.consensus
-        before, failure = self._try_again(self._micro_steps[:1]), ""
+        before, again, failure = self._try_again(self._micro_steps[:1]), None, ""
         try:
             self._end_halfway(before)
-            is_changed = self._differs_from(before)
+            again = self._try_again(self._micro_steps[:1])
+            is_changed = _differ(before, again)
         except Exception as error:
             if consensus.any_rank(isinstance(error, InputError | dist.DistBackendError)):
                 raise
             failure = "" if isinstance(error, PeerFailedError) else f", which fails ({reason_of(error)})"
             is_changed = True
         failure = consensus.first_reason(failure)
-        if is_changed and (failure or not self._differs_from(before)):  # else its gradients change in any case
+        if is_changed and (failure or not self._changes_in_any_case(before, again)):
             raise cannot_recover(
                 f"a micro-step that ends halfway changes the next one{failure}: it leaves something outside of the"
                 " model's modules, such as an auxiliary loss in a list, which `micro_step` must clear before it begins"
@@ -233,10 +234,15 @@ class _Trials:
                 "`micro_step` catches out-of-memory errors itself, and goes on with other gradients: let them pass"
             )
 
-    def _differs_from(self, before: Trial | None) -> bool:
-        """Whether the first micro-step has other gradients than ``before``; not if one of both does not fit."""
-        again = self._try_again(self._micro_steps[:1])
-        return before is not None and again is not None and not before.is_like(again, exactly=True)
+    def _changes_in_any_case(self, before: Trial | None, again: Trial | None) -> bool:
+        """Whether the first micro-step has other gradients each time. What it has left may also stay, as hooks do."""
+        last = self._try_again(self._micro_steps[:1])
+        return _differ(before, last) and _differ(again, last)
+
+
+def _differ(one: Trial | None, other: Trial | None) -> bool:
+    """Whether both have other gradients; not if one of them did not fit. A collective."""
+    return one is not None and other is not None and not one.is_like(other, exactly=True)
 
 
 def _names_of_tensors(model: nn.Module) -> list[str]:
