@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.config_plan import ConfigLaunch
 from torchtune_adaptive.plan.decide import Plan, PlannedChange
 from torchtune_adaptive.plan.trace.tracer import Tracer
-from torchtune_adaptive.plan.ways import enough_ranks, first_that_fits, shorter_rows
+from torchtune_adaptive.plan.ways import enough_ranks, first_that_fits, planned_change, shorter_rows
 from torchtune_adaptive.stock.configs import is_lora, method_of, resolved
 
 AS_IT_IS, TOGETHER = "as it is", "all changes of the config together"
@@ -65,10 +64,7 @@ def ways_to_fit(launch: ConfigLaunch, planned: Plan, tracer: Tracer) -> Iterator
 
 def _planned(name: str, launch: ConfigLaunch, tracer: Tracer) -> PlannedChange:
     """The plan of the longest rows alone."""
-    try:
-        return PlannedChange(name, replace(launch, seq_lens=(max(launch.seq_lens),)).plan(tracer).decisive)
-    except InputError as error:
-        return PlannedChange(name, None, str(error))
+    return planned_change(name, lambda: replace(launch, seq_lens=(max(launch.seq_lens),)).plan(tracer))
 
 
 def _on_ranks(launch: ConfigLaunch, ranks: int) -> ConfigLaunch:

@@ -1,12 +1,21 @@
 """How a run that does not fit may fit: which changes to plan, in which order. It needs torch alone."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.decide import Plan, PlannedChange
 
 _MOST_RANKS = 512
 _SHORTEST_ROWS = 512
 _SHARDED = ("parameters", "frozen models", "gradients", "optimizer state", "temporaries")  # the last of the optimizer
+
+
+def planned_change(name: str, plan: Callable[[], Plan]) -> PlannedChange:
+    """A change with the plan of the longest rows after it, or with the reason why ``plan`` refuses it."""
+    try:
+        return PlannedChange(name, plan().decisive)
+    except InputError as error:
+        return PlannedChange(name, None, str(error))
 
 
 def first_that_fits(changes: Iterable[PlannedChange]) -> Iterator[PlannedChange]:

@@ -7,7 +7,7 @@ from typing import Any
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.decide import Plan, PlannedChange
 from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
-from torchtune_adaptive.plan.ways import enough_ranks, first_that_fits, shorter_rows
+from torchtune_adaptive.plan.ways import enough_ranks, first_that_fits, planned_change, shorter_rows
 
 _LORA = {"use_peft": True, "dtype": "bfloat16"}
 
@@ -23,10 +23,7 @@ def ways_to_fit(run: HuggingFaceRun, planned: Plan, plan: Callable[[HuggingFaceR
     """
 
     def change(name: str, **changes: Any) -> PlannedChange:
-        try:
-            return PlannedChange(name, plan(replace(run, **changes)).decisive)
-        except InputError as error:
-            return PlannedChange(name, None, str(error))
+        return planned_change(name, lambda: plan(replace(run, **changes)))
 
     def with_keys(**keys: Any) -> PlannedChange:
         return change(" ".join(f"{key}={value}" for key, value in keys.items()), keys=run.keys | keys)
