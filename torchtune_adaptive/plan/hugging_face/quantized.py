@@ -133,7 +133,7 @@ def unpacked() -> Iterator[None]:
     Its layers compute as on CUDA: those of 4 bits as with more than 1536 tokens, those of 8 bits as without outliers,
     whose number depends on values.
     """
-    try:
+    try:  # before a trace pretends to have a GPU: then importing it fails
         layers: Any = importlib.import_module("bitsandbytes.nn")
         functions: Any = importlib.import_module("bitsandbytes.autograd._functions")
     except ImportError:

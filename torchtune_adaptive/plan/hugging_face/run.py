@@ -5,9 +5,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from torchtune_adaptive.errors import InputError, reason_of, require_integer
+from torchtune_adaptive.errors import InputError, require_integer
 from torchtune_adaptive.plan.hugging_face.model import LanguageModel
-from torchtune_adaptive.plan.hugging_face.run_keys import Arguments, RunKeys, TrainerClasses, imported
+from torchtune_adaptive.plan.hugging_face.run_keys import Arguments, RunKeys, TrainerClasses, imported, refused
 
 # Of reserved bytes. 0.7 % was the worst in benchmarks/results/trainer_accuracy_simulated.md; no real GPU was measured.
 UNCERTAINTY = 0.03
@@ -171,10 +171,6 @@ class HuggingFaceRun:
         Raises:
             InputError: peft cannot add them.
         """
-        try:
+        with refused("peft refuses what the `lora_` keys say", Exception):  # unexpected values may fail in any way
             adapters = self.adapters
             return model if adapters is None else imported("peft", needed_for="LoRA").get_peft_model(model, adapters)
-        except InputError:
-            raise
-        except Exception as error:  # values that it does not expect may fail in any way
-            raise InputError(f"peft refuses what the `lora_` keys say: {reason_of(error)}.") from error

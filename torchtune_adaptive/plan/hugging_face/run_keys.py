@@ -9,7 +9,8 @@ import importlib.util
 import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -318,10 +319,9 @@ def read_keys(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     yaml = imported("yaml", needed_for="a Hugging Face model", package="pyyaml")
     keys: dict[str, Any] = {}
     if path is not None:
-        try:
+        unreadable = (OSError, RecursionError, UnicodeDecodeError, yaml.YAMLError)
+        with refused(f"`--training-args` {quote(str(path))} cannot be read", *unreadable):
             read = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, RecursionError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise InputError(f"`--training-args` {quote(str(path))} cannot be read: {reason_of(error)}.") from error
         if not isinstance(read, dict):
             raise InputError(f"`--training-args` must name a file of keys and values, but {quote(str(path))} has none.")
         keys |= {str(key): value for key, value in read.items()}
@@ -337,11 +337,20 @@ def read_keys(path: Path | None, overrides: Iterable[str]) -> dict[str, Any]:
                 raise InputError(f"{quote(override)} names a key of `{name}`, which is {quote(inner)} and no mapping.")
             place[name] = dict(inner)
             place = place[name]
-        try:
+        with refused(f"The value of {quote(override)} cannot be read", yaml.YAMLError):
             place[last] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise InputError(f"The value of {quote(override)} cannot be read: {reason_of(error)}.") from error
     return keys
+
+
+@contextmanager
+def refused(what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Context: errors of these types become an ``InputError`` that says ``what`` is refused, and the reason."""
+    try:
+        yield
+    except InputError:
+        raise
+    except errors as error:
+        raise InputError(f"{what}: {reason_of(error)}.") from error
 
 
 def imported(name: str, *, needed_for: str, package: str = "") -> Any:

@@ -18,16 +18,19 @@ from unittest import mock
 import torch
 from torch import nn
 
-from torchtune_adaptive.errors import InputError, reason_of
+from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.output import quietly
 from torchtune_adaptive.plan.hugging_face.liger import liger_as_on_cuda
 from torchtune_adaptive.plan.hugging_face.quantized import unpacked
 from torchtune_adaptive.plan.hugging_face.replicas import not_replicated
 from torchtune_adaptive.plan.hugging_face.run import HuggingFaceRun
-from torchtune_adaptive.plan.hugging_face.run_keys import NOT_OF_A_STEP, imported
+from torchtune_adaptive.plan.hugging_face.run_keys import NOT_OF_A_STEP, imported, refused
 from torchtune_adaptive.plan.hugging_face.trl_stand_ins import trl_as_on_cuda
 from torchtune_adaptive.plan.trace.fake_tensors import make_fake
 from torchtune_adaptive.plan.trace.optimizer_stand_ins import stand_in_for_optimizer
+
+_PREFERENCE: dict[str, list[str]] = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
+_REFUSALS = (ValueError, NotImplementedError, ImportError)  # of trainers
 
 
 @contextmanager
@@ -39,7 +42,11 @@ def training_of(run: HuggingFaceRun, num_layers: int | None) -> Iterator["Traini
             stack.enter_context(liger_as_on_cuda())
         stack.enter_context(_launched(run.ranks))
         stack.enter_context(quietly())
-        stack.enter_context(_without_progress())
+        with suppress(ImportError):  # the preparation of a dataset of one row shows no progress
+            progress: Any = importlib.import_module("datasets.utils.logging")
+            if progress.is_progress_bar_enabled():
+                progress.disable_progress_bar()
+                stack.callback(progress.enable_progress_bar)
         stack.enter_context(unpacked())
         stack.enter_context(without_torchao())
         folder = stack.enter_context(TemporaryDirectory())
@@ -70,8 +77,6 @@ class Training:
         self._trainer: Any = None
         self._wrapped: Any = None
         self._stepped: Any = None
-        with suppress(ImportError):  # once a trace pretends to have a GPU, importing it fails
-            importlib.import_module("bitsandbytes")
 
     def build_model(self) -> nn.Module:
         """The model as the trainer has it, sharded if it is to be."""
@@ -112,13 +117,8 @@ class Training:
         if self._reference is not None:
             make_fake(self._reference)
         trainer.get_optimizer_cls_and_kwargs = functools.partial(_optimizer_kind, trainer.get_optimizer_cls_and_kwargs)
-        try:
+        with refused(f"`optim={self._run.run_keys.training.get('optim')}` is not planned", *_REFUSALS):
             trainer.create_optimizer()
-        except InputError:
-            raise
-        except (ValueError, NotImplementedError, ImportError) as error:
-            name = self._run.run_keys.training.get("optim")
-            raise InputError(f"`optim={name}` is not planned: {reason_of(error)}.") from error
         self._stepped = trainer.accelerator.prepare_optimizer(trainer.optimizer)
         trainer.optimizer = self._stepped.optimizer
         return self._stepped.optimizer
@@ -170,19 +170,17 @@ class Training:
             keys["max_length"] = run.seq_len
         parser.set_defaults(**keys)
         printed = io.StringIO()
+        refusal = f"{classes.arguments.__name__} refuses these keys"
         try:
-            with redirect_stderr(printed):
+            with redirect_stderr(printed), refused(refusal, ValueError, TypeError, ImportError):
                 (arguments,) = parser.parse_args_into_dataclasses(args=[])
         except SystemExit as error:
-            told = printed.getvalue().rpartition("error: ")[2].strip()
-            raise InputError(f"{classes.arguments.__name__} refuses these keys: {told}") from error
-        except (ValueError, TypeError, ImportError) as error:
-            raise InputError(f"{classes.arguments.__name__} refuses these keys: {reason_of(error)}.") from error
+            raise InputError(f"{refusal}: {printed.getvalue().rpartition('error: ')[2].strip()}") from error
         return arguments
 
     def _built_trainer(self, model: Any, arguments: Any, options: dict[str, Any]) -> Any:
         run = self._run
-        try:
+        with refused(f"{run.classes.title} refuses this run", *_REFUSALS):
             if run.trainer == "transformers":
                 with torch.device("meta"):
                     model = run.with_adapters(model)
@@ -200,13 +198,6 @@ class Training:
                     peft_config=run.adapters,
                     **options,
                 )
-        except InputError:
-            raise
-        except (ValueError, NotImplementedError, ImportError) as error:
-            raise InputError(f"{run.classes.title} refuses this run: {reason_of(error)}.") from error
-
-
-_PREFERENCE: dict[str, list[str]] = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
 
 
 def tokenizer() -> Any:
@@ -275,30 +266,10 @@ def _launched(ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def _without_progress() -> Iterator[None]:
-    """Context: the preparation of a dataset of one row shows no progress."""
-    datasets: Any
-    try:
-        datasets = importlib.import_module("datasets.utils.logging")
-    except ImportError:
-        yield
-        return
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bar()
-
-
-@contextmanager
 def without_torchao() -> Iterator[None]:
     """peft refuses to run beside an old torchao, which a plan does not use."""
-    try:
-        module = importlib.import_module("peft.tuners.lora.torchao")
-    except ImportError:
-        yield
-        return
-    with mock.patch.object(module, "is_torchao_available", return_value=False):
+    with ExitStack() as stack:
+        with suppress(ImportError):
+            module = importlib.import_module("peft.tuners.lora.torchao")
+            stack.enter_context(mock.patch.object(module, "is_torchao_available", return_value=False))
         yield
