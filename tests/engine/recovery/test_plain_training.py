@@ -460,6 +460,39 @@ def _a_forward_pass_between_the_steps_changes_nothing(rank: int) -> None:
     assert same_bits(*states)
 
 
+class OfFewOrMany(nn.Module):
+    """A layer for up to two rows, and another one for more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few, self.many = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.few(rows) if len(rows) <= 2 else self.many(rows)
+
+
+def _without_recovery_a_layer_that_only_the_dry_run_has_used_is_none_of_the_step(rank: int) -> None:
+    """As where the loss is a mean, so that a step stays whole, and the wrapper averages itself."""
+    states = []
+    for has_dry_run in (False, True):
+        torch.manual_seed(0)
+        training = Training(Variant())
+        training.model = DistributedDataParallel(OfFewOrMany(), find_unused_parameters=True)
+        training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=0.01)
+
+        def micro_step(rows: torch.Tensor, training: Training = training) -> torch.Tensor:
+            loss = training.model(rows).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        step: Any = training.recoverable(ROWS, micro_step) if has_dry_run else micro_step
+        for number in range(STEPS):
+            step(training.rows(number))
+            training.update()
+        states.append(training.state())
+    assert same_bits(*states)
+
+
 # ---- between the steps under FSDP2
 
 
@@ -530,6 +563,7 @@ def _on_two(rank: int) -> dict[str, dict[str, bool]]:
     _how_often_a_gradient_grows_may_change_if_it_did_so_in_the_dry_run(rank)
     _a_backward_pass_between_the_steps_is_as_in_plain_training(rank)
     _a_forward_pass_between_the_steps_changes_nothing(rank)
+    _without_recovery_a_layer_that_only_the_dry_run_has_used_is_none_of_the_step(rank)
     _a_step_that_the_caller_skips_leaves_no_gradients(rank)
     _parameters_that_stay_whole_show_their_gradients_after_a_step(rank)
     _parameters_that_the_caller_has_gathered_do_no_harm(rank)

@@ -8,7 +8,7 @@ and in place, so that nothing is allocated. A rank that fails replays the rest o
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -225,13 +225,18 @@ def without_reducer(ddp: DistributedDataParallel) -> Iterator[None]:
     """Context: the reducer of ``ddp`` takes no part, and ``torch.compile`` does not split the model at its buckets.
 
     After a forward pass with gradients that has no backward pass of its parameters, as of a validation without
-    ``no_grad``, the reducer would average the gradients of the next backward pass, also within ``no_sync``. And the
+    ``no_grad``, the reducer would average the gradients of the next backward pass, also within ``no_sync``. After this
+    context it would miss those of parameters that the context has used, and the next backward pass does not. And the
     parts of a model would be compiled while operations are recorded, and fail.
     """
-    ddp.reducer._reset_state()  # it now expects no backward pass, and no buckets that it would build anew
+    reset: Callable[[], None] = ddp.reducer._reset_state  # of both, and of buckets that it would build anew
+    reset()
     dynamo = sys.modules.get("torch._dynamo")  # imported by whoever compiles
-    with ddp.no_sync(), dynamo.config.patch(optimize_ddp=False) if dynamo else nullcontext():
-        yield
+    try:
+        with ddp.no_sync(), dynamo.config.patch(optimize_ddp=False) if dynamo else nullcontext():
+            yield
+    finally:
+        reset()
 
 
 def _not_supported(ddp: DistributedDataParallel) -> str:
