@@ -460,13 +460,20 @@ def along_a_curve(limit_bytes: int) -> tuple[SearchResult, list[int]]:
     return found, peaks
 
 
+class MoreForMany(nn.Sequential):
+    """Layers of which only the first computes for up to four rows."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) if len(input) > 4 else self[0](input)
+
+
 class Replicated(Loop):
     """A model in DistributedDataParallel."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, kind: type[nn.Sequential] = nn.Sequential, **options: Any) -> None:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)]
-        self.model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.005, **options)
+        self.model = DistributedDataParallel(kind(*layers), bucket_cap_mb=0.005, **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
     def make_batch(self, batch_size: int) -> torch.Tensor:
@@ -491,7 +498,15 @@ def in_distributed_data_parallel(limit_bytes: int) -> dict[str, Any]:
         peaks = [peak_of(loop.train_step, loop.make_batch(largest + more), loop) for more in (0, 1)]
     with pytest.raises(InputError) as raised:
         Replicated(static_graph=True).find(limit_bytes)
-    return {"found": (largest, again, as_without), "peaks": peaks, "refused": str(raised.value)}
+    uneven, undisturbed = (Replicated(MoreForMany, find_unused_parameters=True) for _ in range(2))
+    uneven.find(limit_bytes)
+    uneven_as_without = same_bits(uneven.trained(), undisturbed.trained())
+    return {
+        "found": (largest, again, as_without),
+        "peaks": peaks,
+        "refused": str(raised.value),
+        "uneven": uneven_as_without,
+    }
 
 
 def fails_while_settings_are_changed() -> list[Any]:
@@ -587,6 +602,7 @@ def test_a_model_in_distributed_data_parallel_is_searched_and_trains_as_without(
     assert 10 < largest < MOST_ROWS
     for ranks in on_ranks:
         assert ranks["DDP"]["found"] == (largest, largest, True)
+        assert ranks["DDP"]["uneven"]
         assert ranks["DDP"]["refused"] == (
             "DistributedDataParallel with `static_graph` cannot be searched: turn it off."
         )
