@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -31,16 +31,14 @@ def liger_as_on_cuda() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def triton_does_nothing() -> Iterator[None]:
+def triton_does_nothing() -> AbstractContextManager[Any]:
     """Context: all kernels of Triton do nothing.
 
     Raises:
         InputError: Triton is missing.
     """
     kernels: Any = _of_liger("triton.runtime.jit").KernelInterface
-    with mock.patch.object(kernels, "__getitem__", NoKernel.__getitem__):
-        yield
+    return mock.patch.object(kernels, "__getitem__", NoKernel.__getitem__)
 
 
 def _of_liger(module: str) -> Any:

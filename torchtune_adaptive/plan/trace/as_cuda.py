@@ -5,7 +5,6 @@ GPU, autocast casts as on CUDA, and operations that torch composes differently o
 CUDA. torch may have been built for CUDA or not.
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,12 +15,11 @@ from unittest import mock
 import torch
 import torch.utils._device as device_module
 from torch.distributed.device_mesh import DeviceMesh
-from torch.library import Library
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from torchtune_adaptive.plan.trace.autocast_as_cuda import autocast_as_cuda
-from torchtune_adaptive.plan.trace.fake_tensors import optimizers_choose_as_on_cuda
+from torchtune_adaptive.plan.trace.fake_tensors import kernels_replaced, optimizers_choose_as_on_cuda
 
 _GIB = 2**30
 _attention: Any = torch.nn.functional.scaled_dot_product_attention
@@ -47,11 +45,15 @@ def as_cuda(ranks: int) -> Iterator[None]:
 def computed_as_on_cuda(*, compiles: bool = False) -> Iterator[None]:
     """Optimizers, layers and attention take the memory that they take on CUDA.
 
+    CUDA has kernels for dropout and for RMS norm, which keep less for the backward pass than what a CPU runs.
+
     Args:
-        compiles: whether layers are compiled; see ``compiled_code``.
+        compiles: whether layers are compiled, see ``compiled_code``: compiled code composes RMS norm itself.
     """
+    kernels = {"dropout": _dropout} if compiles else {"dropout": _dropout, "rms_norm": _rms_norm}
     attention = mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _by_cudas_kernel)
-    with optimizers_choose_as_on_cuda(), _composed_as_on_cuda(compiles=compiles), attention:
+    composed = kernels_replaced(kernels.items(), "CompositeImplicitAutograd")
+    with optimizers_choose_as_on_cuda(), composed, attention:
         yield
 
 
@@ -166,25 +168,6 @@ def _by_cudas_kernel(
         with sdpa_kernel(SDPBackend.MATH):
             return _attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
     return _attention(query, key, value, attn_mask, 0.0, is_causal, **kwargs)
-
-
-@contextmanager
-def _composed_as_on_cuda(*, compiles: bool) -> Iterator[None]:
-    """CUDA has kernels for dropout and for RMS norm, which keep less for the backward pass than what a CPU runs.
-
-    Args:
-        compiles: leave RMS norm as it is, which compiled code composes itself.
-    """
-    library = Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that the kernels replace its own
-            library.impl("dropout", _dropout, "CompositeImplicitAutograd")
-            if not compiles:
-                library.impl("rms_norm", _rms_norm, "CompositeImplicitAutograd")
-        yield
-    finally:
-        library._destroy()
 
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:

@@ -5,15 +5,16 @@ there, and the whole cross entropy is cast to float32. The lists here are CUDA's
 of torch 2.13. ``tests/plan/trace/test_autocast_as_cuda.py`` compares them with the kernels that torch registers.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.library import Library, fallthrough_kernel
+from torch.library import fallthrough_kernel
 from torch.utils._pytree import tree_map_only
+
+from torchtune_adaptive.plan.trace.fake_tensors import kernels_replaced
 
 _CPU_KEY, _CUDA_KEY = "AutocastCPU", "AutocastCUDA"
 _DISPATCH: Any = torch._C
@@ -59,21 +60,13 @@ WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler inde
 @contextmanager
 def autocast_as_cuda() -> Iterator[None]:
     """Within the context, autocast casts CPU tensors as it casts CUDA tensors. Its settings for "cuda" are theirs."""
-    library = Library("aten", "IMPL")
-    dtype = torch.get_autocast_dtype("cpu")
-    torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that the kernels replace its own
-            for name, kernel in _kernels():
-                library.impl(name, kernel, _CPU_KEY)
-        with ExitStack() as stack:
-            for name in ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
-                stack.enter_context(mock.patch.object(torch, name, _for_the_cpu(getattr(torch, name))))
-            yield
-    finally:
-        torch.set_autocast_dtype("cpu", dtype)
-        library._destroy()
+    with ExitStack() as stack:
+        stack.callback(torch.set_autocast_dtype, "cpu", torch.get_autocast_dtype("cpu"))
+        torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
+        stack.enter_context(kernels_replaced(_kernels(), _CPU_KEY))
+        for name in ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
+            stack.enter_context(mock.patch.object(torch, name, _for_the_cpu(getattr(torch, name))))
+        yield
 
 
 def in_lower_precision() -> list[str]:

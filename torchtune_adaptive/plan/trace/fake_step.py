@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchtune_adaptive.plan.trace.as_cuda import DevicesMapped, is_cuda
-from torchtune_adaptive.plan.trace.fake_tensors import fake_like, fakes_in_lists, shardings_worked_out_unseen
+from torchtune_adaptive.plan.trace.fake_tensors import fake_like, shardings_worked_out_unseen
 
 _LOG_OF_TORCH = logging.getLogger("torch._subclasses.fake_tensor")
 _ATEN: Any = torch.ops.aten
@@ -246,7 +246,10 @@ def treated_as_real() -> Iterator[None]:
     """
     imports = sys.modules.get("transformers.utils.import_utils")
     with ExitStack() as stack:
-        stack.enter_context(fakes_in_lists())
+        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+            kinds = sys.modules[name]._foreach_supported_types
+            kinds.append(FakeTensor)
+            stack.callback(kinds.remove, FakeTensor)
         if hasattr(imports, "is_fake_tensor"):
             stack.enter_context(mock.patch.object(imports, "is_fake_tensor", _no))
         for name in ("tolist", "numpy", "__array__"):

@@ -4,8 +4,9 @@ Fake tensors are on the device "cpu": a fake "cuda" tensor aborts the process on
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.library import Library
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -59,28 +61,27 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 
 
 @contextmanager
-def optimizers_choose_as_on_cuda() -> Iterator[None]:
+def kernels_replaced(kernels: Iterable[tuple[str, Callable[..., Any]]], key: str) -> Iterator[None]:
+    """Context: these kernels run torch's operations of their names for the dispatch key."""
+    library = Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that the kernels replace its own
+            for name, kernel in kernels:
+                library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()
+
+
+def optimizers_choose_as_on_cuda() -> AbstractContextManager[Any]:
     """By default an optimizer steps over lists of tensors (foreach) on CUDA, and over single tensors on a CPU."""
     module: Any = sys.modules["torch.optim.optimizer"]
     name = "_get_foreach_kernels_supported_devices"
-    devices = [*getattr(module, name)(), "cpu"]
-    with mock.patch.object(module, name, return_value=devices):
-        yield
+    return mock.patch.object(module, name, return_value=[*getattr(module, name)(), "cpu"])
 
 
-@contextmanager
-def fakes_in_lists() -> Iterator[None]:
-    """Context: optimizers and clipping work on lists of fake tensors as on lists of real ones."""
-    with ExitStack() as stack:
-        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
-            kinds = sys.modules[name]._foreach_supported_types
-            kinds.append(FakeTensor)
-            stack.callback(kinds.remove, FakeTensor)
-        yield
-
-
-@contextmanager
-def shardings_worked_out_unseen() -> Iterator[None]:
+def shardings_worked_out_unseen() -> AbstractContextManager[Any]:
     """Hide from traces how DTensor derives shardings: on fake tensors of global shapes, which no real step makes.
 
     Up to torch 2.11 it derives them again in each operation on lists of fake tensors. Delete with torch < 2.12.
@@ -92,5 +93,4 @@ def shardings_worked_out_unseen() -> Iterator[None]:
         with _disable_current_modes():
             return propagate(*args)
 
-    with mock.patch.object(propagator, "_propagate_tensor_meta_non_cached", unseen):
-        yield
+    return mock.patch.object(propagator, "_propagate_tensor_meta_non_cached", unseen)
