@@ -67,8 +67,7 @@ class FakeRecipe:
 
     def __init__(self, cfg: DictConfig, *, num_layers: int | None = None) -> None:
         self._cfg = cfg
-        self._like_cuda = str(cfg.device).startswith("cuda")
-        self._mode = FakeStep(like_cuda=self._like_cuda, values_are_fixed=True)
+        self._mode = FakeStep(like_cuda=str(cfg.device).startswith("cuda"), values_are_fixed=True)
         recipe = _set_up_recipe(cfg, self._mode, num_layers)
         true_nums = recipe.true_nums
         if num_layers is not None and len(set(true_nums)) > 1:
@@ -96,7 +95,7 @@ class FakeRecipe:
         meter: Any = self._tracer  # it takes the phases as a meter does
         step.phases = Phases(self.models, meter)
         with self._mode.faking():
-            self.loads = [one for model in self.models for one in _loads_of(model)] if self._like_cuda else []
+            self.loads = [one for model in self.models for one in _loads_of(model)] if self._mode.like_cuda else []
             self._warm_up()
 
     def trace(self, batch_size: int, seq_len: int) -> StepTrace:
@@ -118,8 +117,7 @@ class FakeRecipe:
 
     def host_figures(self) -> dict[str, int]:
         """Figures for ``HostFigures.from_flat``, which are linear in the number of layers too."""
-        activations = self._activations
-        offloaded = activations.host_bytes if isinstance(activations, OffloadedActivations) else []
+        offloaded = getattr(self._activations, "host_bytes", [])  # only of `OffloadedActivations`
         return host_figures(
             self._cfg,
             self.models,
@@ -137,19 +135,15 @@ class FakeRecipe:
             module.unshard()
             module.reshard()
         for _ in range(2):
-            self._step_optimizers(normalizes=bool(sharded))
-
-    def _step_optimizers(self, *, normalizes: bool) -> None:
-        """Run the optimizers alone, on the parameters with optimizer state, or on all if there is no state."""
-        for optimizer in self._policy.optimizers:
-            trained = (one for group in optimizer.param_groups for one in group["params"] if one.requires_grad)
-            for parameter in list(optimizer.state) or trained:
-                parameter.grad = torch.zeros_like(parameter)
-        if normalizes:
-            self._policy.normalize(torch.ones((), dtype=torch.long))
-        for optimizer in self._policy.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in self._policy.optimizers:
+                trained = (one for group in optimizer.param_groups for one in group["params"] if one.requires_grad)
+                for parameter in list(optimizer.state) or trained:  # of the second step those with state
+                    parameter.grad = torch.zeros_like(parameter)
+            if sharded:
+                self._policy.normalize(torch.ones((), dtype=torch.long))
+            for optimizer in self._policy.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
 
     def _collate(self, rows: Sequence[Row]) -> Any:
         """A batch with the shape of ``rows``, without content."""
@@ -160,7 +154,7 @@ class FakeRecipe:
         batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.long) for name in names}
         if self._images is not None:
             batch |= self._images.batch(*shape, mode=self._mode)
-        if "input_pos" in batch and not self._like_cuda:
+        if "input_pos" in batch and not self._mode.like_cuda:
             # CUDA uses flex attention with a block mask instead; its memory is counted as that of causal attention.
             batch["mask"] = torch.zeros(*shape, shape[1], dtype=torch.bool)
         return batch

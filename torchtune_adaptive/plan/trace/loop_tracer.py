@@ -9,7 +9,7 @@ from torch import nn
 
 from torchtune_adaptive.engine.loop import Loop
 from torchtune_adaptive.plan.trace.fake_step import FakeStep
-from torchtune_adaptive.plan.trace.recorder import ON_HOST, Kind, Mark, StepTrace
+from torchtune_adaptive.plan.trace.recorder import ON_HOST, Kind, StepTrace
 
 
 class LoopTracer:
@@ -65,7 +65,8 @@ class LoopTracer:
         trace = StepTrace(like_cuda=self._mode.like_cuda, steps_on_host=self._keeps_on_host)
         model = self.loop.model
         trace.mark(list(model.buffers()), "parameters")
-        trace.mark(list(map(_kept_by, model.modules())), "parameters")
+        attributes = (value for module in model.modules() for value in vars(module).values())
+        trace.mark([value for value in attributes if isinstance(value, torch.Tensor)], "parameters")
         trace.mark(list(model.parameters()), self._kept("parameters"))
         for one in self._frozen:
             trace.mark(list(one.buffers()), "frozen models")
@@ -86,10 +87,5 @@ class LoopTracer:
         gradients = [parameter.grad for parameter in self.loop.model.parameters()]
         trace.mark(gradients, self._kept("gradients"))
 
-    def _kept(self, kind: Kind) -> Mark:
+    def _kept(self, kind: Kind) -> Kind:
         return ON_HOST if self._keeps_on_host else kind
-
-
-def _kept_by(module: nn.Module) -> list[torch.Tensor]:
-    """Tensors that a module keeps as plain attributes."""
-    return [value for value in vars(module).values() if isinstance(value, torch.Tensor)]

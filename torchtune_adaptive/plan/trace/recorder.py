@@ -4,7 +4,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import groupby, pairwise
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -26,9 +25,9 @@ Kind: TypeAlias = Literal[
     "gathered parameters",
     "activations",
     "temporaries",
+    "on the host",
 ]
 ON_HOST = "on the host"  # marks tensors that are not on the device and are not counted
-Mark: TypeAlias = Kind | Literal["on the host"]
 _END = "end of the step"  # in the place of an operation
 # In a backward pass torch changes the first operand of these where it can, but not on fake tensors: sums of gradients
 # (InputBuffer.cpp), and gradients of selected elements (`index_backward` in FunctionsManual.cpp).
@@ -51,7 +50,7 @@ class _Change(NamedTuple):
     stream: int
 
 
-class StepTrace:
+class StepTrace(WatchOperations):
     """Traces the operations within ``with trace:``. ``events`` returns the memory that they take and give back.
 
     A storage has one kind for its whole life: the last one with which it was marked. An unmarked storage counts as
@@ -65,23 +64,23 @@ class StepTrace:
     """
 
     def __init__(self, *, like_cuda: bool = False, steps_on_host: bool = False) -> None:
-        self._kind_after_backward: Mark = ON_HOST if steps_on_host else "temporaries"
+        super().__init__(self._after_each, self._resized)
+        self._kind_after_backward: Kind = ON_HOST if steps_on_host else "temporaries"
         self._like_cuda = like_cuda
         self._storages = Storages(self._record_change)
-        self._streams: list[Any] = [torch.cpu.current_stream()]
+        self._streams = {torch.cpu.current_stream(): 0}  # their numbers. FSDP2 uses stand-ins on a CPU, too
         self._donors: dict[int, int] = {}  # by operation: the storage that CUDA would change in place
         self._multiplied: set[bool] = set()  # whether forward and backward had a product of matrices
         self._num_before = 0  # changes
-        self._watch = _WatchFakes(self._after_operation, self._after_resize)
         self._changes: list[_Change] = []  # not rounded
         self._operations: list[str] = []
         self._phases: list[str] = []
         self._phase = ""
-        self._kinds: dict[int, Mark] = {}  # by storage
+        self._kinds: dict[int, Kind] = {}  # by storage
         self._num_marks = 0
         self._marked: list[str] = []  # for each change before the step: which call of ``mark`` it belongs to
 
-    def mark(self, values: Any, kind: Mark) -> None:
+    def mark(self, values: Any, kind: Kind) -> None:
         """Count the storages of the tensors in ``values`` as ``kind``. Containers may be nested."""
         self._num_marks += 1
         for value in tree_leaves(values):
@@ -170,13 +169,17 @@ class StepTrace:
 
     def __enter__(self) -> "StepTrace":
         self._num_before = len(self._changes)
-        self._watch.__enter__()
+        super().__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._watch.__exit__(kind, error, traceback)
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.prim.device.default:  # half of all operations: answered here, without further modes
+            return device_of(args[0])
+        if func is not torch.ops._c10d_functional.wait_tensor.default:
+            return super().operation(func, args, kwargs)
+        # Waiting for a functional collective returns its tensor. On fake tensors torch would return a new one.
+        self._after_each(func, (args, kwargs), args[0])
+        return args[0]
 
     def _record_change(self, storage: int, change_bytes: int) -> None:
         # A change counts for the next operation to end: outputs are seen before their own operation ends, and memory
@@ -185,17 +188,10 @@ class StepTrace:
         self._kinds.setdefault(storage, self._kind_after_backward if is_after_backward else "activations")
         if not self._operations:
             self._marked.append(f"mark {self._num_marks}")
-        self._changes.append(_Change(len(self._operations), storage, change_bytes, self._stream()))
+        stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+        self._changes.append(_Change(len(self._operations), storage, change_bytes, stream))
 
-    def _stream(self) -> int:
-        """The number of the stream that is current. FSDP2 uses stand-ins for streams on a CPU, too."""
-        stream = torch.cpu.current_stream()
-        number = next((number for number, known in enumerate(self._streams) if known is stream), len(self._streams))
-        if number == len(self._streams):
-            self._streams.append(stream)
-        return number
-
-    def _after_operation(self, func: Any, inputs: Any, outputs: Any) -> None:
+    def _after_each(self, func: Any, inputs: Any, outputs: Any) -> None:
         # "prim": optimizers query fake parameters. "profiler": torch 2.9 marks compiled code, but not at every size.
         if func.namespace in ("prim", "profiler"):
             return
@@ -237,7 +233,7 @@ class StepTrace:
         elif func is torch.ops.aten._softmax_backward_data.default:
             self.mark(args[0] * args[1], "temporaries")  # aten/src/ATen/native/cuda/SoftMax.cu
 
-    def _after_resize(self, storage: torch.UntypedStorage) -> None:
+    def _resized(self, storage: torch.UntypedStorage) -> None:
         if storage in self._storages:
             self._kinds[self._storages.see(storage)] = "gathered parameters"
             self._end_operation("resize_")
@@ -274,18 +270,6 @@ def _in_order(changes: Iterable[_Change]) -> Iterator[_Change]:
     for _, together in groupby(changes, lambda change: (change.operation, change.change_bytes > 0)):
         of_group = list(together)
         yield from of_group if of_group[0].change_bytes > 0 else sorted(of_group, key=lambda change: change.storage)
-
-
-class _WatchFakes(WatchOperations):
-    """Waiting for a functional collective returns its tensor. On fake tensors torch would return a new one."""
-
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.prim.device.default:  # half of all operations: answered here, without further modes
-            return device_of(args[0])
-        if func is not torch.ops._c10d_functional.wait_tensor.default:
-            return super().operation(func, args, kwargs)
-        self._after_operation(func, (args, kwargs), args[0])
-        return args[0]
 
 
 def size_of_sum(func: Any, args: Any) -> tuple[int, int] | None:
