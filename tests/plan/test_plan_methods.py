@@ -23,6 +23,7 @@ from torchtune_adaptive.engine.search.strategies import Probe
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.replay import exact
 from torchtune_adaptive.plan.trace.config_steps import steps_of, trace_config
+from torchtune_adaptive.plan.trace.fake_recipe import FakeRecipe
 from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
 from torchtune_adaptive.training.sizes import probe_batch
 
@@ -160,8 +161,9 @@ def deep_plan(cfg: DictConfig) -> tuple[tuple[int, ...], list[Any]]:
     """Which layers are traced; events and figures of the whole model from these layers, and from all."""
     with steps_of(cfg, world_size=2) as steps:
         layers = steps.layers_to_trace(SEQ_LEN)
+        of_recipes = FakeRecipe.figures, FakeRecipe.host_figures
         found = [
-            (steps.lengths([SEQ_LEN], one)[0].at(7), steps.figures(one), steps.host_figures(one))
+            (steps.lengths([SEQ_LEN], one)[0].at(7), *(steps.grown(one, figures_of) for figures_of in of_recipes))
             for one in (layers, (steps.num_layers,))
         ]
     return layers, found

@@ -72,9 +72,7 @@ def plan_max_batch_size(
     margin = SearchOptions(margin=margin).margin  # checked
     card = Card.named(str(memory))
     on_cuda = device == "cuda"
-    traced = trace_loop(
-        build_model, build_optimizer, train_step, make_batch, ranks=ranks, like_cuda=on_cuda, shows_progress=True
-    )
+    traced = trace_loop(build_model, build_optimizer, train_step, make_batch, ranks=ranks, like_cuda=on_cuda)
     return plan_of_loop(
         traced,
         card,

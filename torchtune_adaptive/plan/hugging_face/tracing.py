@@ -125,7 +125,6 @@ class RunTracer:
                 sizes=sizes,
                 values_are_fixed=True,
                 keeps_on_host=lambda: training.keeps_on_host,
-                shows_progress=True,
             )
         replicas = training.options_of_ddp
         setup = () if replicas is None else setup_of_replicas(self._whole_packed, replicas)

@@ -42,8 +42,8 @@ def trace_config(
     with steps_of(cfg, world_size=world_size, shows_progress=shows_progress) as steps:
         layers = steps.layers_to_trace(seq_lens[0])
         lengths = steps.lengths(seq_lens, layers)
-        figures = steps.figures(layers)  # after the steps, which create the optimizer state
-        host = steps.host_figures(layers)
+        figures = steps.grown(layers, FakeRecipe.figures)  # after the steps, which create the optimizer state
+        host = HostFigures.from_flat(steps.grown(layers, FakeRecipe.host_figures))
         return TracedStep(lengths, num_layers=steps.num_layers, traced_layers=layers, host=host, **figures)
 
 
@@ -54,7 +54,6 @@ def steps_of(cfg: DictConfig, *, world_size: int, shows_progress: bool = False) 
     Raises:
         InputError: the config cannot be planned, or code that it names fails; the message says why.
     """
-    failed: BaseException
     try:
         with ExitStack() as stack:
             stack.enter_context(settings_restored())
@@ -65,12 +64,10 @@ def steps_of(cfg: DictConfig, *, world_size: int, shows_progress: bool = False) 
             stack.enter_context(only_new_garbage())
             progress = stack.enter_context(Bar(desc="tracing", unit=" steps", disable=not shows_progress))
             yield ConfigSteps(cfg, progress)
-            return
     except (InputError, KeyboardInterrupt):
         raise
     except BaseException as error:  # code that the config names may end the process
-        failed = error
-    raise TracingError(f"A train step of the config cannot be traced: {why_untraceable(failed)}.") from failed
+        raise TracingError(f"A train step of the config cannot be traced: {why_untraceable(error)}.") from error
 
 
 class ConfigSteps:
@@ -117,15 +114,8 @@ class ConfigSteps:
         self._progress.reset(total=self._num_steps(seq_lens, layers))
         return tuple(self._step(seq_len, layers) for seq_len in seq_lens)
 
-    def figures(self, layers: tuple[int, ...]) -> dict[str, int]:
+    def grown(self, layers: tuple[int, ...], figures_of: Callable[[FakeRecipe], dict[str, int]]) -> dict[str, int]:
         """Figures of the whole model that grow linearly with its number of layers."""
-        return self._grown(layers, lambda recipe: recipe.figures())
-
-    def host_figures(self, layers: tuple[int, ...]) -> HostFigures:
-        """Figures of the whole model's host memory."""
-        return HostFigures.from_flat(self._grown(layers, lambda recipe: recipe.host_figures()))
-
-    def _grown(self, layers: tuple[int, ...], figures_of: Callable[[FakeRecipe], dict[str, int]]) -> dict[str, int]:
         few, more = (figures_of(self._recipe(num_layers)) for num_layers in (layers[0], layers[-1]))
         periods = (self.num_layers - layers[0]) // self._period
         return {name: few[name] + periods * (more[name] - few[name]) for name in few}

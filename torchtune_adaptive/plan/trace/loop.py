@@ -74,9 +74,10 @@ def trace_loop(
     sizes: Sequence[int] = TRACED_SIZES,
     values_are_fixed: bool = False,
     keeps_on_host: Callable[[], bool] = lambda: False,
-    shows_progress: bool = False,
 ) -> TracedLoop:
     """Trace a loop's step at a few batch sizes, on tensors without memory.
+
+    A trace that takes more than two seconds shows a progress bar on standard error.
 
     Everything that a trace changes in torch is restored, also after an error: random generators, the default device and
     type, patches, the process group.
@@ -90,7 +91,6 @@ def trace_loop(
         values_are_fixed: batches differ in their number of samples alone, so that sizes may depend on their values.
         keeps_on_host: whether parameters, gradients and optimizer state are in host memory, where the optimizer steps.
             It is called once the model is built.
-        shows_progress: show a progress bar on standard error, if the trace takes more than two seconds.
 
     Raises:
         InputError: the loop cannot be traced; the message says why.
@@ -109,9 +109,7 @@ def trace_loop(
         stack.enter_context(only_new_garbage())
         mode = FakeStep(like_cuda=like_cuda, values_are_fixed=values_are_fixed)
         loop = _FakeLoop(model, build_optimizer, train_step, mode, keeps_on_host=keeps_on_host())
-        with Bar(
-            total=1 + len(sizes), desc="tracing", unit=" steps", delay=_SHOWN_AFTER_S, disable=not shows_progress
-        ) as bar:
+        with Bar(total=1 + len(sizes), desc="tracing", unit=" steps", delay=_SHOWN_AFTER_S) as bar:
             return loop.traced(batches, after_step=bar.update)
 
 
@@ -217,15 +215,13 @@ def _called(name: str, function: Callable[..., Any], *args: Any, mode: FakeStep 
     Raises:
         InputError: it failed, because it needs values, or for a reason of its own.
     """
-    failed: Exception
     try:
         return function(*args)
     except InputError:
         raise
     except Exception as error:
-        failed = error
-    why = why_untraceable(failed, has_read_values=mode is not None and mode.has_read_values)
-    raise InputError(f"`{name}` cannot be planned, which runs it on tensors without values: {why}.") from failed
+        why = why_untraceable(error, has_read_values=mode is not None and mode.has_read_values)
+        raise InputError(f"`{name}` cannot be planned, which runs it on tensors without values: {why}.") from error
 
 
 def _built(build_model: BuildModel, *, like_cuda: bool) -> nn.Module:
