@@ -60,18 +60,14 @@ class _Pool:
     """Blocks of one stream that are small, or of one that are large, and not in use.
 
     Attributes:
+        segment_bytes: the size of a segment for several blocks; in expandable segments of a page.
         free: blocks with memory, the smallest first, and of equal ones the one with the lowest address.
         space: blocks without memory, by address.
     """
 
-    is_small: bool
+    segment_bytes: int
     free: list[tuple[int, int, Block]] = field(default_factory=list)
     space: list[tuple[int, Block]] = field(default_factory=list)
-
-    @property
-    def segment_bytes(self) -> int:
-        """The size of a segment for several blocks; in expandable segments of a page."""
-        return SMALL_SEGMENT_BYTES if self.is_small else LARGE_SEGMENT_BYTES
 
     def put(self, block: Block) -> None:
         """Add a block that is not in use."""
@@ -125,7 +121,8 @@ class CachingAllocator:
         """
         num_bytes = ceil_to(num_bytes, BLOCK_BYTES)
         is_small = num_bytes <= SMALL_BYTES
-        pool = self._pools.setdefault((stream, is_small), _Pool(is_small))
+        segment_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
+        pool = self._pools.setdefault((stream, is_small), _Pool(segment_bytes))
         block = self._best_fit(pool, num_bytes) or self._reserve(pool, num_bytes)
         if block is None:
             self.empty_cache()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import accumulate, groupby
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from torchtune_adaptive.files import check_writable, write_atomically, writing
 from torchtune_adaptive.plan.decide import Plan
 from torchtune_adaptive.plan.replay import WORKSPACES, StepMemory
 from torchtune_adaptive.plan.show.text import offload_note
-from torchtune_adaptive.plan.trace.events import BEFORE
+from torchtune_adaptive.plan.trace.events import BEFORE, grouped
 from torchtune_adaptive.report.style import BLUE, GREEN, GREY, INK, INSTALL, ORANGE, PINK, RED, SKY, SOFT, svg_of
 from torchtune_adaptive.text import byte_unit, format_bytes
 
@@ -119,13 +119,7 @@ def step_figure(planned: Plan) -> "Figure":
 
 def phases_of(phases: Sequence[str]) -> list[tuple[str, range]]:
     """Each phase of the step with the indices of its events."""
-    found: list[tuple[str, range]] = []
-    end = 0
-    for phase, run in groupby(phases):
-        start, end = end, end + len(list(run))
-        if phase != BEFORE:
-            found.append((phase, range(start, end)))
-    return found
+    return [(phase, inside) for phase, inside in grouped(phases) if phase != BEFORE]
 
 
 def live_bytes_of_kinds(step: StepMemory) -> dict[str, list[int]]:

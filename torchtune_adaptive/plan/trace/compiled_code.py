@@ -97,16 +97,13 @@ def _compile(method: nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, 
 
     def run() -> None:
         with FakeTensorMode(), torch.set_grad_enabled(wants_gradients):
-            compiled(*tree_map_only(torch.Tensor, _fake_input, (tensors, args, kwargs)))
+            inputs = tensors, args, kwargs
+            compiled(*tree_map_only(torch.Tensor, lambda one: fake_like(one).requires_grad_(one.requires_grad), inputs))
 
     # A new thread has none of the modes and hooks that are active around the step.
     with ThreadPoolExecutor(1) as executor:
         executor.submit(run).result()
     return compiled
-
-
-def _fake_input(tensor: torch.Tensor) -> torch.Tensor:
-    return fake_like(tensor).requires_grad_(tensor.requires_grad)
 
 
 def _metadata(values: Any) -> Hashable:

@@ -7,7 +7,7 @@ period more than the other, tell where it is, how many bytes grow by the way, an
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 BEFORE = ""  # the phase of what exists before the step
 REBUILT = "rebuilt"  # the name of what changes once, before the second step
@@ -38,6 +38,7 @@ class Event(NamedTuple):
 
 Events: TypeAlias = tuple[Event, ...]
 Labels: TypeAlias = list[tuple[object, ...]]
+Key = TypeVar("Key")
 
 
 class _Run(NamedTuple):
@@ -93,10 +94,9 @@ def extended(few: Events, more: Events, periods: int) -> Events | None:
     runs = _runs(few, more)
     if runs is None:
         return None
-    found = _Extension(few, more, runs, periods).events()
-    if periods == 1 or found is None:
-        return found if found == more else None
-    return found if _Extension(few, more, runs, 1).events() == more else None
+    if _Extension(few, more, runs, 1).events() != more:
+        return None
+    return more if periods == 1 else _Extension(few, more, runs, periods).events()
 
 
 def _with_more_bytes(few: Events, more: Events, periods: int) -> Events | None:
@@ -318,12 +318,12 @@ def _split(one: Labels, other: Labels) -> Iterator[tuple[slice, slice]]:
 
 def _pairs(few: Events, more: Events, labels: Labels, other_labels: Labels) -> Iterator[tuple[range, range]]:
     """The index ranges of each run in both steps: of a phase, or of each operation that lists of tensors go through."""
-    phases = (_grouped([_part(event) for event in events]) for events in (few, more))
+    phases = (grouped([_part(event) for event in events]) for events in (few, more))
     for (phase, short), (other_phase, long) in zip(*phases, strict=False):
         if phase != other_phase:
             return
         parts, other_parts = (
-            [(name, range(run.start + part.start, run.start + part.stop)) for name, part in _grouped(names)]
+            [(name, range(run.start + part.start, run.start + part.stop)) for name, part in grouped(names)]
             for run, names in ((short, _part_of(labels, short)), (long, _part_of(other_labels, long)))
         )
         if len(short) != len(long) and [name for name, _ in parts] == [name for name, _ in other_parts]:
@@ -332,7 +332,7 @@ def _pairs(few: Events, more: Events, labels: Labels, other_labels: Labels) -> I
             yield short, long
 
 
-def _grouped(keys: Sequence[object]) -> Iterator[tuple[object, range]]:
+def grouped(keys: Sequence[Key]) -> Iterator[tuple[Key, range]]:
     """Equal keys in a row, each with their indices."""
     start = 0
     for key, group in groupby(keys):

@@ -6,6 +6,7 @@ that they have for that time (aten/src/ATen/native/cuda/Reduce.cuh, torch 2.9 to
 each thread from its first product of matrices on. It needs no torch.
 """
 
+from torchtune_adaptive.engine.search.strategies import round_down_to_power_of_two
 from torchtune_adaptive.plan.trace.events import Events
 
 PRODUCT = "first product"  # the name of an event in the forward pass, and in the backward pass
@@ -23,7 +24,8 @@ def scratch_bytes(outputs: int, inputs: int, threads: int) -> int:
     """
     if not outputs or not inputs:
         return 0
-    width, height = _last_power_of_two(outputs // VECTOR), _last_power_of_two(inputs // outputs)
+    counts = outputs // VECTOR, inputs // outputs
+    width, height = (round_down_to_power_of_two(max(1, count)) for count in counts)
     most = _THREADS // VECTOR
     columns = min(width, most, _WARP)
     rows = min(height, most // columns)
@@ -54,7 +56,3 @@ def with_scratch(events: Events, threads: int) -> Events:
             found[index - 2] = outputs._replace(num_bytes=0)
             found[index] = event._replace(num_bytes=num_bytes)
     return tuple(found)
-
-
-def _last_power_of_two(number: int) -> int:
-    return 1 << max(0, number.bit_length() - 1)
