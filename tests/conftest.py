@@ -80,6 +80,14 @@ def no_process_group_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_disk() -> Iterator[None]:
+    """Nothing in this process waits for a disk. Ranks and programs that tests start do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which refuses a closed file too
+        yield
+
+
 @pytest.fixture
 def group_of_one(tmp_path: Path) -> Iterator[None]:
     """A process group with this process alone."""

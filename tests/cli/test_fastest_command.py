@@ -259,7 +259,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(
 def test_the_plan_has_the_rows_and_the_limit_of_the_first_search(
     limit_bytes: int, fits: bool, tiny_dir: Path, tmp_path: Path
 ) -> None:
-    cfg = tiny_config("full_single", tiny_dir, tmp_path, **SHALLOW, adaptive={"global_batch_size": 8})
+    cfg = tiny_config("full_single", tiny_dir, tmp_path, model__num_layers=1, adaptive={"global_batch_size": 8})
     searched = Search("", search_result(memory_limit_bytes=limit_bytes), 64, {}, {})
     planned = fastest.planned_rows(cfg, 1, searched)
     assert planned is not None

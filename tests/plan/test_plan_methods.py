@@ -28,7 +28,7 @@ from torchtune_adaptive.plan.trace.step_events import StepEvents, TracedStep
 from torchtune_adaptive.training.sizes import probe_batch
 
 SEQ_LEN = 40
-SIZES = (1, 2, 5)
+SIZES = (1, 5)
 PHASES = ["forward", "loss", "backward", "clip", "optimizer"]
 ONE_DEVICE = ["lora_kd_single"]
 # These are planned like those above, except for some parts. On one rank nothing is sharded, as on one device.

@@ -53,15 +53,14 @@ ON_TWO_RANKS: list[dict[str, Any]] = [
     },
 ]
 ON_ONE_DEVICE: list[dict[str, Any]] = [
-    {"kind": "full_single"} | UNCLIPPED,
     {"kind": "full_single"} | IN_BACKWARD,
     {"kind": "lora_single"} | UNCLIPPED,
     {
         "kind": "full_single",
-        "gradient_accumulation_steps": 1,
         "dataset": {"_component_": "tests.support.loaders.Augmented"},
         "dataset__packed": False,
-    },
+    }
+    | UNCLIPPED,
 ]
 Outcome = tuple[list[dict[str, float]], list[dict[str, float]], bool]  # stock steps, adaptive steps, equal parameters
 

@@ -53,6 +53,7 @@ PLAIN: dict[str, Any] = SHALLOW | {
     "batch_size": 2,
     "tokenizer__max_seq_len": 64,
     "adaptive__oom_recovery": False,
+    "adaptive__memory_limit": None,
 }
 STOPPED_AFTER = 7  # within the third epoch
 FIGURES = ("step", "batch_size", "global_batch_size", "micro_batch_size", "lr", "loss", "grad_norm", "padding")

@@ -138,7 +138,7 @@ def test_a_global_batch_is_the_same_on_one_rank_and_on_three(tiny_dir: Path, tmp
 
 def _measured(rank: int, tiny_dir: Path, output_dir: Path) -> tuple[list[float], list[GradientNorms], list[float]]:
     """Norms that rank 0 logs, those that are measured, and that of a step of the first half of the samples."""
-    adaptive = QUICK | {"memory_limit": "256MiB", "max_batch_size": 4}
+    adaptive = QUICK | {"growth_limit": 4}
     growth = {"_component_": "tests.support.growth_functions.Recording"}
     steps = _steps_of(tiny_dir, output_dir, adaptive=adaptive, batch_increase_function=growth)
     half = _steps_of(tiny_dir, output_dir, adaptive=QUICK, batch_size=2, max_steps_per_epoch=1)

@@ -36,7 +36,7 @@ class Augmented:
         self._random = random.Random(0)
 
     def __len__(self) -> int:
-        return 10
+        return 18
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         tokens = [3 + index, *range(20, 40 + index)]

@@ -85,7 +85,7 @@ def _state() -> list[Any]:
 @pytest.mark.slow
 def test_nothing_stays_behind() -> None:
     cfg = _full("device=cuda", "enable_activation_checkpointing=True", "enable_activation_offloading=True")
-    Tracer().step(cfg, world_size=1, seq_lens=[8])  # imports
+    _events_of((cfg, 1))  # imports
     before = _state()
     Tracer().step(cfg, world_size=2, seq_lens=[8])
     with pytest.raises(InputError):
