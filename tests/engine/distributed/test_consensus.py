@@ -15,7 +15,7 @@ from torchtune_adaptive.engine.distributed.consensus import Consensus
 from torchtune_adaptive.errors import InputError, RunEnded
 
 HUGE = 2**62 + 1  # a float would lose the last bit
-NUMBERS = (7, -3, HUGE, 0)  # of the ranks
+NUMBERS = (7, -3, HUGE)  # of the ranks
 RANKS = len(NUMBERS)
 
 
