@@ -21,6 +21,7 @@ from torchtune_adaptive.plan.replay import StepMemory, exact
 from torchtune_adaptive.plan.trace import config_steps
 from torchtune_adaptive.plan.trace.config_steps import steps_of, trace_config
 from torchtune_adaptive.plan.trace.events import BEFORE, WEIGHTS, Event, Events
+from torchtune_adaptive.plan.trace.fake_recipe import FakeRecipe
 from torchtune_adaptive.plan.trace.few_layers import layers_limited_to
 from torchtune_adaptive.plan.trace.host_figures import host_figures
 from torchtune_adaptive.plan.trace.loading import load
@@ -87,7 +88,7 @@ def _kinds() -> dict[str, Any]:
     seen: dict[str, Any] = {}
     with steps_of(_cfg("full", *CUDA, "fsdp_cpu_offload=True"), world_size=4) as steps:
         step = exact(steps.events(1, 2, SEQ_LEN))
-        seen["on the host"] = steps.host_figures((1,))
+        seen["on the host"] = HostFigures.from_flat(steps.grown((1,), FakeRecipe.host_figures))
     seen["offloaded"] = {phase: step.kinds(phase) for phase in ("backward", "optimizer")}
     plain = ["~clip_grad_norm", *CUDA, LAYERS]
     seen["at once"] = _memory(_cfg("full", *plain), seq_len=8).phases["backward"]
@@ -95,12 +96,12 @@ def _kinds() -> dict[str, Any]:
     paged = _cfg("full", *CUDA, "~optimizer.fused", "optimizer=bitsandbytes.optim.PagedAdamW8bit")
     with steps_of(paged, world_size=1) as steps:
         held_bytes = exact(steps.events(1, 2, SEQ_LEN)).kinds("clip")["optimizer state"]
-        figures = steps.figures((1,))
+        figures = steps.grown((1,), FakeRecipe.figures)
     seen["paged"] = figures["paged_bytes"], held_bytes, figures["num_parameters"]
     offloading = ["model.num_layers=2", "enable_activation_checkpointing=True", "enable_activation_offloading=True"]
     with steps_of(_cfg("full", *CUDA, *offloading), world_size=1) as steps:
         steps.events(2, 2, SEQ_LEN)
-        seen["activations on the host"] = steps.host_figures((2,)).activations
+        seen["activations on the host"] = HostFigures.from_flat(steps.grown((2,), FakeRecipe.host_figures)).activations
     plain = [*CUDA, "~optimizer.fused"]
     steps = [_memory(_cfg("full", *plain, *more)).phases for more in ([], ["optimizer.foreach=False"])]
     seen["lists of tensors"] = [step["optimizer"] for step in steps]
