@@ -329,3 +329,13 @@ def test_parameters_that_a_module_lists_are_no_attributes_to_restore() -> None:
     kept.restore()
     assert (model.layer.weight == 3.0).all()
     assert model.listed[0] is model.layer.weight
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_buffers_that_a_wrapper_lists_are_kept_once_by_the_caller() -> None:
+    model = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(2))
+    modules = list(model.modules())
+    kept = KeptAttributes(modules, tensor_places(modules))
+    model.module.running_mean.fill_(3.0)
+    kept.restore()
+    assert (model.module.running_mean == 3.0).all()

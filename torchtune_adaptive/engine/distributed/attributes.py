@@ -19,7 +19,7 @@ from torchtune_adaptive.engine.memory.operations import can_be_written, plain_pa
 
 SMALL_BYTES = 2**20  # of tensors that cost nothing to keep in each step
 INTERNAL = frozenset(vars(nn.Module()))  # the names of a module's own attributes
-_UNCHANGING = frozenset({"builtins", "torch", "torchtune", "typing"})
+_UNCHANGING = frozenset({"abc", "builtins", "torch", "torchtune", "typing"})
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
 _CONTAINERS = frozenset(
     {list, set, collections.deque, dict, collections.OrderedDict, collections.defaultdict, collections.Counter}
