@@ -5,7 +5,7 @@ import pytest
 from tests.support.plans import MIB, STEP
 from torchtune_adaptive.plan.allocator import DoesNotFitError
 from torchtune_adaptive.plan.replay import exact, replayed
-from torchtune_adaptive.plan.trace.events import BEFORE, Event, Events
+from torchtune_adaptive.plan.trace.events import BEFORE, MADE, Event, Events
 from torchtune_adaptive.plan.trace.libraries import PRODUCT
 
 
@@ -84,6 +84,19 @@ def test_state_that_the_first_step_makes_lies_in_what_activations_have_left() ->
     late = replayed(step, state_exists=False)
     assert late.reserved_bytes == (40 + 40) * MIB  # the second step finds the first 40 MiB taken in part
     assert late.allocated_bytes == 70 * MIB
+
+
+@pytest.mark.parametrize("kind", ["gradients", "other tensors"])
+def test_what_steps_leave_behind_is_not_there_before_the_first_one(kind: str) -> None:
+    """Gradients that the next step clears, or averages that the first one makes, lie where they were made."""
+    left = Event(BEFORE, MADE, kind, 30 * MIB)
+    step: Events = (take(BEFORE, 12, "parameters"), left, take("forward", 32), give("forward", 2))
+    if kind == "gradients":
+        step += (give("backward", 1, kind), take("backward", 30, kind))
+    memory = replayed(step)
+    assert memory.reserved_bytes == (12 + 32 + 32) * MIB  # the first step's activations have made room for it
+    assert memory.allocated_bytes == (12 + 30 + 32) * MIB
+    assert memory.kinds() == {"parameters": 12 * MIB, kind: 30 * MIB, "activations": 32 * MIB}
 
 
 def test_below_a_limit_the_allocator_empties_its_cache_or_the_step_does_not_fit() -> None:

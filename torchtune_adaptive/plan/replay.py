@@ -1,12 +1,13 @@
 """What torch's allocator makes of a train step: allocated and reserved bytes, by phase and by kind."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 
 from torchtune_adaptive.plan.allocator import Block, CachingAllocator, DoesNotFitError
-from torchtune_adaptive.plan.trace.events import BEFORE, REBUILT, Events
+from torchtune_adaptive.plan.trace.events import BEFORE, MADE, REBUILT, Events
 from torchtune_adaptive.plan.trace.libraries import PRODUCT, with_scratch
 
 WORKSPACES = "workspaces"  # the kind of memory that libraries keep
@@ -127,11 +128,12 @@ class _Process:
         before = range(self._num_before)
         self._rebuilt = [index for index in before if events[index].operation == REBUILT]
         self._late = [index for index in before if events[index].kind == STATE and not state_exists]
+        self._made = [index for index in before if events[index].operation == MADE]  # not before the first step
         products = [index for index, event in enumerate(events) if event.operation == PRODUCT and event.taken < 0]
         places = [] if state_exists else products  # the steps that made the state took them
         self._workspaces = dict(zip(places, workspaces, strict=False))  # by the event that they come with
         state = [] if self._late else [index for index in before if events[index].kind == STATE]
-        self._run(sorted({*before}.difference(self._rebuilt, self._late, state)))
+        self._run(sorted({*before}.difference(self._rebuilt, self._late, state, self._made)))
         if state_exists:
             self._make_state(state)
         for num_bytes in workspaces[len(places) :]:
@@ -163,22 +165,36 @@ class _Process:
             raise DoesNotFitError(f"{allocator.reserved_bytes} bytes of weights and optimizer state do not fit")
 
     def step(self) -> None:
-        """Run a step. Afterwards there is what was there before: a step replaces what it gives back of it."""
-        before = [*self._held, *self._late]
+        """Run a step. Afterwards there is what was there before: what the step gave back of it, it has made again."""
+        before = [*self._held, *self._late, *self._made]
         start = end = len(self._events)
         if self._late:
             start = next((index for index, event in enumerate(self._events) if event.phase == OPTIMIZER), end)
         self._run(range(self._num_before, start))
         self._run(self._late)
-        self._late = []
         self._run(range(start, end))
-        for index in [index for index in self._held if index >= self._num_before]:
-            self.allocator.free(self._held.pop(index))
-        for index in before:
-            if index not in self._held:
-                self._held[index] = self.allocator.allocate(self._events[index].num_bytes, self._events[index].stream)
+        self._late = self._made = []
+        self._name_again([index for index in before if index not in self._held])
         self._run(self._rebuilt)
         self._rebuilt = []
+
+    def _name_again(self, missing: Iterable[int]) -> None:
+        """Take what is ``missing`` before a step from what the last one has left, or else anew; give back the rest."""
+        left = defaultdict[tuple[str, int], list[Block]](list)  # by kind and bytes
+        for index in [index for index in self._held if index >= self._num_before]:
+            event = self._events[index]
+            left[event.kind, event.num_bytes].append(self._held.pop(index))
+        new = list[int]()
+        for index in missing:
+            event = self._events[index]
+            if blocks := left[event.kind, event.num_bytes]:
+                self._held[index] = blocks.pop(0)
+                self.changes[index] = self._held[index].num_bytes
+            else:
+                new.append(index)
+        for block in chain.from_iterable(left.values()):
+            self.allocator.free(block)
+        self._run(new)
 
     def _run(self, indices: Iterable[int]) -> None:
         allocator, held, changes, workspaces = self.allocator, self._held, self.changes, self._workspaces

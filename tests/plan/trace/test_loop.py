@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -25,6 +26,7 @@ from torchtune_adaptive.engine.memory.devices import meter_for
 from torchtune_adaptive.engine.memory.phases import phases_by_hooks
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.plan.replay import exact
+from torchtune_adaptive.plan.trace.as_cuda import computed_as_on_cuda
 from torchtune_adaptive.plan.trace.events import Event
 from torchtune_adaptive.plan.trace.fake_step import FakeStep, known_values
 from torchtune_adaptive.plan.trace.loop import TracedLoop, trace_loop
@@ -443,7 +445,33 @@ def test_grouped_heads_without_flash_attention_take_a_matrix_of_all_pairs_of_tok
     matrices = _bytes_of_operation("_softmax", attended)
     assert bool(matrices) == (is_masked or dtype is torch.float32)
     if matrices:
-        assert matrices[0] == 4 * 2 * 4 * 16 * 16
+        elements = 2 * 4 * 16 * 16
+        # What the softmax is before rows that are masked whole are replaced, and which those are; the result; and in
+        # the backward pass two more.
+        assert matrices == [4 * elements, elements, *[4 * elements] * 3]
+
+
+@pytest.mark.parametrize("takes_flash", [False, True])
+def test_attention_that_takes_float32_or_a_mask_lays_out_its_tensors_by_tokens(takes_flash: bool) -> None:
+    """Whatever the layout of its queries, as in ``nn.MultiheadAttention``: so they are copied before the next layer."""
+    dtype = torch.bfloat16 if takes_flash else torch.float32
+    with FakeTensorMode(), computed_as_on_cuda():
+        query, key, value = (
+            torch.empty(16, 2, 4, 8, dtype=dtype, requires_grad=True).permute(1, 2, 0, 3) for _ in range(3)
+        )
+        gradients: list[torch.Tensor] = []
+        query.register_hook(gradients.append)  # pyright: ignore[reportArgumentType]
+        found = nn.functional.scaled_dot_product_attention(query, key, value)
+        found.backward(torch.empty_like(query))
+    assert found.transpose(1, 2).is_contiguous() != takes_flash
+    assert gradients[0].transpose(1, 2).is_contiguous()
+
+
+def test_a_layer_adds_its_bias_in_place() -> None:
+    """Also on inputs for which torch does not fuse both, which it shows out of place on fake tensors."""
+    weight, bias = torch.ones(3, 2), torch.ones(3)
+    taken = _bytes_of_operation("", lambda hidden: nn.functional.linear(hidden, weight, bias))
+    assert taken.count(4 * 2 * 4 * 16 * 3) == 1
 
 
 def test_values_that_follow_from_the_batch_are_read():

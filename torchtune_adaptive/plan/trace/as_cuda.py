@@ -50,7 +50,7 @@ def computed_as_on_cuda(*, compiles: bool = False) -> Iterator[None]:
     Args:
         compiles: whether layers are compiled, see ``compiled_code``: compiled code composes RMS norm itself.
     """
-    kernels = {"dropout": _dropout} if compiles else {"dropout": _dropout, "rms_norm": _rms_norm}
+    kernels = {"dropout": _dropout} if compiles else {"dropout": _dropout, "linear": _linear, "rms_norm": _rms_norm}
     attention = mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _by_cudas_kernel)
     composed = kernels_replaced(kernels.items(), "CompositeImplicitAutograd")
     with optimizers_choose_as_on_cuda(), composed, attention:
@@ -159,15 +159,47 @@ def _by_cudas_kernel(
 ) -> Any:
     """Attention by the kernel that CUDA has for it.
 
-    Dropout takes no memory there: CUDA's kernels keep a seed, a CPU's a mask of all pairs of tokens. Of grouped heads
-    only flash attention knows, which takes no float32 and no mask: others are computed as products of matrices.
+    Dropout takes no memory there: CUDA's kernels keep a seed, a CPU's a mask of all pairs of tokens. Flash attention
+    takes no float32 and no mask. Memory-efficient attention does, but knows nothing of grouped heads, which are then
+    computed as products of matrices.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-    is_grouped = query.dim() > 2 and query.shape[-3] != key.shape[-3]
-    if is_grouped and (attn_mask is not None or dtype not in _OF_FLASH):
+    if attn_mask is None and dtype in _OF_FLASH:
+        return _attention(query, key, value, attn_mask, 0.0, is_causal, **kwargs)
+    if query.dim() > 2 and query.shape[-3] != key.shape[-3]:
         with sdpa_kernel(SDPBackend.MATH):
             return _attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
-    return _attention(query, key, value, attn_mask, 0.0, is_causal, **kwargs)
+    query, key, value = (_ByTokens.apply(one) for one in (query, key, value))
+    return _ByTokens.apply(_attention(query, key, value, attn_mask, 0.0, is_causal, **kwargs))
+
+
+class _ByTokens(torch.autograd.Function):
+    """Has its tensor [B, heads, S, head_dim] and the gradient in memory as [B, S, heads, head_dim].
+
+    So are results and gradients of memory-efficient attention (attention.cu, attention_backward.cu). Flash attention,
+    and that of a CPU, lay them out as the queries, which in ``nn.MultiheadAttention`` have the tokens first.
+    """
+
+    @staticmethod
+    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # Where tensors overlap or have gaps, results are laid out by tokens in any case.
+        if tensor.dim() == 4 and torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+            _, heads, tokens, head_dim = tensor.shape
+            strides = heads * tokens * head_dim, head_dim, heads * head_dim, 1
+            return tensor.as_strided(tensor.shape, strides)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _linear(tensor: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    """A product to which the bias is added in place; on fake tensors torch adds that of some shapes out of place."""
+    if bias is None:
+        return tensor.matmul(weight.t())
+    product = torch.addmm(bias, tensor.reshape(-1, tensor.shape[-1]), weight.t())
+    return torch.ops.aten._unsafe_view.default(product, [*tensor.shape[:-1], weight.shape[0]])
 
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:

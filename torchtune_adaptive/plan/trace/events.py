@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 BEFORE = ""  # the phase of what exists before the step
 REBUILT = "rebuilt"  # the name of what changes once, before the second step
+MADE = "made by a step"  # the name of what the step before has left, such as its gradients
 WEIGHTS = ("parameters", "frozen models")  # kinds of memory
 _SQUARES_TOLERANCE = 0.01  # what grows by a line from 2 to 4 rows has 0.025
 _SAME_AFTER_LOOP = 8  # events, before which another loop may not begin

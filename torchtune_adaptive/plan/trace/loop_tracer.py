@@ -3,11 +3,13 @@
 import gc
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from torchtune_adaptive.engine.loop import Loop
+from torchtune_adaptive.plan.trace.events import MADE
 from torchtune_adaptive.plan.trace.fake_step import FakeStep
 from torchtune_adaptive.plan.trace.recorder import ON_HOST, Kind, StepTrace
 
@@ -36,7 +38,8 @@ class LoopTracer:
         self._mode = mode
         self._frozen = frozen
         self._keeps_on_host = keeps_on_host
-        self._counts_others = counts_others
+        # Storages from before the first step; None: other tensors are not counted.
+        self._others = WeakSet(mode.storages) if counts_others else None
         self._trace: StepTrace | None = None
 
     def trace(self, micro_batches: Sequence[Any]) -> StepTrace:
@@ -73,8 +76,9 @@ class LoopTracer:
             trace.mark(list(one.parameters()), self._kept("frozen models"))
         trace.mark([list(one.state.values()) for one in self.loop.optimizers], self._kept("optimizer state"))
         self._mark_gradients(trace)
-        if self._counts_others:
-            trace.mark_others(self._mode.storages)
+        if self._others is not None:
+            trace.mark_others(one for one in self._mode.storages if one in self._others)
+            trace.mark_others(self._mode.storages, name=MADE)
         self._trace = trace
         try:
             with trace:
@@ -85,7 +89,7 @@ class LoopTracer:
 
     def _mark_gradients(self, trace: StepTrace) -> None:
         gradients = [parameter.grad for parameter in self.loop.model.parameters()]
-        trace.mark(gradients, self._kept("gradients"))
+        trace.mark(gradients, self._kept("gradients"), name=MADE)
 
     def _kept(self, kind: Kind) -> Kind:
         return ON_HOST if self._keeps_on_host else kind

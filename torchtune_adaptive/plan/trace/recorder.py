@@ -78,21 +78,29 @@ class StepTrace(WatchOperations):
         self._phase = ""
         self._kinds: dict[int, Kind] = {}  # by storage
         self._num_marks = 0
-        self._marked: list[str] = []  # for each change before the step: which call of ``mark`` it belongs to
+        self._mark = ""  # the name of the last one
+        self._marked: list[str] = []  # for each change before the step: the mark that it belongs to
 
-    def mark(self, values: Any, kind: Kind) -> None:
-        """Count the storages of the tensors in ``values`` as ``kind``. Containers may be nested."""
-        self._num_marks += 1
+    def mark(self, values: Any, kind: Kind, *, name: str = "") -> None:
+        """Count the storages of the tensors in ``values`` as ``kind``. Containers may be nested.
+
+        Before the step, ``name`` stands in the place of an operation; "": one of this call alone.
+        """
+        self._begin_mark(name)
         for value in tree_leaves(values):
             for tensor in plain_parts(value):
                 self._kinds[self._storages.see(tensor.untyped_storage())] = kind
 
-    def mark_others(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Count the storages that are not counted yet as "other tensors"."""
-        self._num_marks += 1
+    def mark_others(self, storages: Iterable[torch.UntypedStorage], *, name: str = "") -> None:
+        """Count the storages that are not counted yet as "other tensors"; ``name`` is as for ``mark``."""
+        self._begin_mark(name)
         for storage in storages:
             if storage not in self._storages:
                 self._kinds[self._storages.see(storage)] = "other tensors"
+
+    def _begin_mark(self, name: str) -> None:
+        self._num_marks += 1
+        self._mark = name or f"mark {self._num_marks}"
 
     def enter_phase(self, name: str) -> None:
         """Assign the following operations to phase ``name``, for example "forward"."""
@@ -187,7 +195,7 @@ class StepTrace(WatchOperations):
         is_after_backward = self._phase in ("clip", "optimizer")
         self._kinds.setdefault(storage, self._kind_after_backward if is_after_backward else "activations")
         if not self._operations:
-            self._marked.append(f"mark {self._num_marks}")
+            self._marked.append(self._mark)
         stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
         self._changes.append(_Change(len(self._operations), storage, change_bytes, stream))
 
@@ -198,6 +206,9 @@ class StepTrace(WatchOperations):
         leaves = tree_leaves(outputs)
         if func is torch.ops.aten.native_dropout.default:
             leaves.reverse()  # CUDA takes the mask first (aten/src/ATen/native/cuda/Dropout.cu)
+        if self._like_cuda and func is torch.ops.aten._safe_softmax.default:
+            # Rows that are masked whole are replaced afterwards (aten/src/ATen/native/SoftMax.cpp).
+            self.mark([torch.empty_like(inputs[0][0]), torch.empty_like(inputs[0][0], dtype=torch.bool)], "temporaries")
         for leaf in leaves:
             for tensor in plain_parts(leaf):
                 if device_of(tensor).type == "cpu":
