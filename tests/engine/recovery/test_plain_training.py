@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.faults import fsdp_settings, same_bits, tensors_of, under
 from tests.support.layers import RunningMean
@@ -418,6 +419,40 @@ def _how_often_a_gradient_grows_may_change_if_it_did_so_in_the_dry_run(rank: int
     assert same_bits(training.state(), plain.state())
 
 
+class OfLongRows(nn.Module):
+    """Layers before a frozen one. For long rows each is computed again in backward, by a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4).requires_grad_(False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = rows.clone().requires_grad_()
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=True) if rows.shape[1] > 2 else layer(hidden)
+        return self.head(hidden)
+
+
+def _a_backward_pass_that_runs_others_is_one_pass(rank: int) -> None:
+    """And its gradients are averaged after all of them, also where only this rank has such rows."""
+    models = [DistributedDataParallel(OfLongRows()) for _ in range(2)]
+    own, plain = models
+
+    def micro_step(rows: torch.Tensor) -> None:
+        own(rows).square().sum().backward()
+
+    step = RecoverableStep(own, micro_step, micro_batch_size=ROWS)
+    for num_rows in (2, 2, 2 + rank, 3):
+        rows = torch.full((ROWS, num_rows, WIDTH), 1.0 + rank)
+        for model in models:
+            model.zero_grad()
+        step(rows)
+        plain(rows).square().sum().backward()
+        assert same_bits(*([one.grad for one in model.parameters() if one.requires_grad] for model in models))
+
+
 def _a_backward_pass_between_the_steps_is_as_in_plain_training(rank: int) -> None:
     """As of a penalty, whose backward pass comes after the step's: it is averaged if it goes through the wrapper."""
 
@@ -558,6 +593,7 @@ def _on_two(rank: int) -> dict[str, dict[str, bool]]:
     _gradients_of_parameters_that_stay_whole_are_compared(rank)
     _a_gradient_that_grows_after_its_average_is_an_error_not_a_wrong_result(rank)
     _how_often_a_gradient_grows_may_change_if_it_did_so_in_the_dry_run(rank)
+    _a_backward_pass_that_runs_others_is_one_pass(rank)
     _a_backward_pass_between_the_steps_is_as_in_plain_training(rank)
     _a_forward_pass_between_the_steps_changes_nothing(rank)
     _without_recovery_a_layer_that_only_the_dry_run_has_used_is_none_of_the_step(rank)

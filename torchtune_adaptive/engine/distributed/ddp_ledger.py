@@ -55,7 +55,6 @@ class DdpLedger(Ledger):
         # How many backward passes a micro-step has; infinite if that may differ. 0: not known yet.
         self._expected_passes: float = 0
         self._num_passes = 0  # that have ended
-        self._passes_under_way: set[int] = set()  # several where one runs another, as reentrant checkpoints do
         self._works: list[dist.Work] = []
         self._is_running = False
         # Where `DistributedDataParallel` has its own: after all hooks of a parameter, also those that come later.
@@ -82,14 +81,13 @@ class DdpLedger(Ledger):
     def running(self) -> Iterator[None]:
         """Context of a micro-step; at the end of the last one, gradients are averaged."""
         self._grown.clear()
-        self._passes_under_way.clear()
         self._num_passes = 0
         self.unused.clear()
         self._missing = [sum(self._expected.get(one, math.inf) for one in bucket) for bucket in self._buckets]
         kept = self._ddp.require_forward_param_sync
         self._ddp.require_forward_param_sync = False  # `start_step` has broadcast the buffers
         try:
-            with without_reducer(self._ddp):
+            with without_reducer(self._ddp), self._passes_followed():
                 self._is_running = True
                 yield
         finally:
@@ -128,10 +126,6 @@ class DdpLedger(Ledger):
         if not self._is_running:
             return
         self._grown[parameter] += 1
-        if (task := torch._C._current_graph_task_id()) not in self._passes_under_way:
-            self._passes_under_way.add(task)
-            ended = partial(self._has_ended, task)
-            torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
         number = self._bucket_of[parameter]
         self._missing[number] -= 1
         if not self.is_last:
@@ -144,18 +138,35 @@ class DdpLedger(Ledger):
         while len(self._issued) < len(self._buckets) and not self._missing[len(self._issued)]:
             self._issue()
 
-    def _has_ended(self, task: int) -> None:
-        """Note that a backward pass has ended, and finish the averages: the micro-step may then change gradients.
+    @contextmanager
+    def _passes_followed(self) -> Iterator[None]:
+        """Context: the end of each backward pass finishes the averages, as the micro-step may then change gradients.
 
-        After the last pass this includes buckets with parameters that some backward passes do not use.
+        After the last pass this includes buckets with parameters that some backward passes do not use. A pass that
+        another one runs, as reentrant checkpoints do, is a part of that.
         """
-        self._passes_under_way.discard(task)
-        if self._passes_under_way:
-            return
-        self._num_passes += 1
-        if self.is_last and self._num_passes == self._expected_passes:
-            self._issue_rest()
-        self._wait()
+        run: Callable[..., Any] = torch.autograd._engine_run_backward
+        depth = 0
+
+        def run_and_finish(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            num_grown, depth = self._grown.total(), depth + 1
+            try:
+                found = run(*args, **kwargs)
+            finally:
+                depth -= 1
+            if not depth and self._grown.total() > num_grown:
+                self._num_passes += 1
+                if self.is_last and self._num_passes == self._expected_passes:
+                    self._issue_rest()
+                self._wait()
+            return found
+
+        torch.autograd._engine_run_backward = run_and_finish
+        try:
+            yield
+        finally:
+            torch.autograd._engine_run_backward = run
 
     def _issue_rest(self) -> None:
         while len(self._issued) < len(self._buckets):
