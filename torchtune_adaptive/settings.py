@@ -90,7 +90,8 @@ class AdaptiveSettings:
         "per rank, with padding: a number, or auto (searched for); null: batch_size rows",
     ] = None
     growth_limit: Annotated[
-        int | Literal["memory", "none"], "how large a growing batch may become: memory, none or a number of samples"
+        int | Literal["memory", "none"],
+        "how large a growing batch may become: memory, none or a number, in the unit of the key that grows",
     ] = "memory"
     lr_scaling: Annotated[
         LearningRateScaling, f"how the learning rate follows the batch size: {_one_of(get_args(LearningRateScaling))}"
