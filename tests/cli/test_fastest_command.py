@@ -226,6 +226,10 @@ def test_why_the_config_as_it_is_cannot_run_is_said(set_ups: SetUps, tmp_path: P
             "`fastest` keeps the samples of a step: leave `adaptive.lr_scaling: sqrt` out.",
         ),
         (
+            (RECIPE, "--config", "llama3_2/1B_full_single_device"),
+            "`fastest` cuts a step into micro-batches: it needs `optimizer_in_bwd: False`.",
+        ),
+        (
             ("--nnodes", "2", "adaptive_full_finetune_distributed", "--config", "tiny/full"),
             "`--nnodes` must be 1 for `fastest`, but is '2' instead: what it finds on one machine holds for several.",
         ),

@@ -58,7 +58,7 @@ def run_fastest(arguments: Sequence[str]) -> None:
     check_recipe(recipe)
     cfg = config_in(recipe_args)
     settings = AdaptiveSettings.from_cfg(cfg)
-    _refuse(settings)
+    _refuse(cfg, settings)
     check_config(cfg, ranks=1)
     whole = DictConfig(resolved(cfg))
     ranks = _ranks(torchrun_options, recipe)
@@ -147,8 +147,10 @@ def _own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
     return given, rest
 
 
-def _refuse(settings: AdaptiveSettings) -> None:
+def _refuse(cfg: DictConfig, settings: AdaptiveSettings) -> None:
     """Refuse settings that leave nothing to compare."""
+    if cfg.get("optimizer_in_bwd", False):
+        raise InputError("`fastest` cuts a step into micro-batches: it needs `optimizer_in_bwd: False`.")
     if settings.batch_increase_function is not None:
         raise InputError("`fastest` keeps the samples of a step: leave `batch_increase_function` out.")
     if settings.max_tokens_per_micro_batch is not None:

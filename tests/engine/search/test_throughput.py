@@ -38,6 +38,8 @@ def test_something_simpler_is_chosen_unless_the_best_leads_by_more_than_their_sp
     assert simplest_near_best({"simple": unsteady, "other": faster}) == "simple"
     assert simplest_near_best({"simple": steady, "other": faster}) == "other"
     assert simplest_near_best({"simple": unsteady, "other": much_faster}) == "other"
+    slower = Timing((11.0, 22.0), 1000)  # than the simplest, which is not as good as the best
+    assert simplest_near_best({"simple": steady, "slower": slower, "other": faster}) == "other"
 
 
 # ---- timing
