@@ -145,7 +145,8 @@ class DdpLedger(Ledger):
         After the last pass this includes buckets with parameters that some backward passes do not use. A pass that
         another one runs, as reentrant checkpoints do, is a part of that.
         """
-        run: Callable[..., Any] = torch.autograd._engine_run_backward
+        autograd: Any = torch.autograd
+        run: Callable[..., Any] = autograd._engine_run_backward
         depth = 0
 
         def run_and_finish(*args: Any, **kwargs: Any) -> Any:
@@ -162,11 +163,11 @@ class DdpLedger(Ledger):
                 self._wait()
             return found
 
-        torch.autograd._engine_run_backward = run_and_finish
+        autograd._engine_run_backward = run_and_finish
         try:
             yield
         finally:
-            torch.autograd._engine_run_backward = run
+            autograd._engine_run_backward = run
 
     def _issue_rest(self) -> None:
         while len(self._issued) < len(self._buckets):
