@@ -243,6 +243,14 @@ def test_a_token_budget_is_searched_for_instead_of_the_batch_size(
         (("gone.py", "--config", "tiny/full"), "A search needs an adaptive recipe, or a copy as in "),
         (("--config", "tiny/full", RECIPE), "A search needs a recipe, followed by `--config` and"),
         ((RECIPE, "epochs=1", "--config", "tiny/full"), "Overrides come after `--config` and its config: 'epochs=1'"),
+        (
+            ("--nproc_per_node", "two", RECIPE, "--config", "tiny/full"),
+            "`--nproc_per_node` 'two' is no number of ranks here.",
+        ),
+        (
+            ("--nproc_per_node", "2", "adaptive_full_finetune_single_device", "--config", "tiny/full"),
+            "`--nproc_per_node` must be 1 for a single-device recipe, but is 2 instead.",
+        ),
         ((RECIPE, "--config"), "`--config` needs the name or path of a config."),
         ((RECIPE, "--config", "tiny/full", "adaptive.margn=0.1"), "`adaptive` has no key 'margn'; did you mean"),
         (

@@ -194,8 +194,8 @@ def test_a_summary_says_what_was_done_and_where_the_files_are(tmp_path: Path, ca
         "out of memory": "never",
         "last checkpoint": "none",
         "metrics": "/logs",
-        "report": f"{output}/{LOG_NAME}",
-        "picture": f"tune-adaptive report '{output}'",
+        "log": f"{output}/{LOG_NAME}",
+        "report": f"tune-adaptive report '{output}'",
     }
 
 

@@ -9,7 +9,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cli.arguments import PROGRAM, Commands, add_command
-from torchtune_adaptive.cli.search import check_recipe, cleared_found_path, config_in, print_command, recipe_in
+from torchtune_adaptive.cli.search import (
+    check_recipe,
+    cleared_found_path,
+    config_in,
+    launch_of,
+    print_command,
+    recipe_in,
+)
 from torchtune_adaptive.errors import InputError, quote, require_integer, require_one_of
 from torchtune_adaptive.fastest.changes import KINDS, questions_of
 from torchtune_adaptive.files import write_atomically, writing
@@ -168,21 +175,13 @@ def _ranks(torchrun_options: Sequence[str], recipe: str) -> int:
     Raises:
         InputError: it is on several, or their number is not known.
     """
-    if recipe.removesuffix(".py").endswith("_single_device"):
-        return 1
-    from torch.distributed.run import determine_local_world_size, get_args_parser
-
-    options = get_args_parser().parse_args([*torchrun_options, recipe])
-    if options.nnodes not in ("1", "1:1"):
+    launch = launch_of(torchrun_options, recipe)
+    if launch.nnodes not in ("1", "1:1"):
         raise InputError(
-            f"`--nnodes` must be 1 for `fastest`, but is {quote(options.nnodes)} instead: what it finds on one machine"
+            f"`--nnodes` must be 1 for `fastest`, but is {quote(launch.nnodes)} instead: what it finds on one machine"
             " holds for several."
         )
-    try:
-        ranks = determine_local_world_size(options.nproc_per_node)
-    except ValueError as error:
-        raise InputError(f"`--nproc_per_node` {quote(options.nproc_per_node)} is no number of ranks here.") from error
-    return require_integer("--nproc_per_node", ranks, minimum=1)
+    return launch.nproc_per_node
 
 
 def _samples_of_step(cfg: DictConfig, ranks: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchtune_adaptive.cli.arguments import PROGRAM, integer, integers, missing_memory
-from torchtune_adaptive.errors import require_integer, require_one_of
+from torchtune_adaptive.errors import InputError, require_integer, require_one_of
 from torchtune_adaptive.output import quietly
 from torchtune_adaptive.plan.gpu import Card
 from torchtune_adaptive.plan.hugging_face.run_keys import TRAINERS, Arguments, RunKeys, read_keys
@@ -33,6 +33,8 @@ def plan_model(arguments: Sequence[str]) -> None:
     Raises:
         InputError: a value is refused, or the run cannot be planned.
     """
+    if "--config" in arguments:
+        raise InputError("A plan takes either `--config` or `--hf`, not both.")
     parser = parser_of_models()
     given, others = parser.parse_known_args(arguments)  # keys may stand anywhere
     if any(one.startswith("-") for one in others):

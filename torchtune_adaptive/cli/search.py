@@ -1,5 +1,6 @@
 """``tune-adaptive search``: a run that ends after its search, and the command that trains with the size found."""
 
+import argparse
 import shlex
 import sys
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from torchtune_adaptive.cli.arguments import PROGRAM, Commands, add_command
-from torchtune_adaptive.errors import InputError, did_you_mean, quote
+from torchtune_adaptive.errors import InputError, did_you_mean, quote, require_integer
 from torchtune_adaptive.files import check_writable, writing
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.checks import check_config
@@ -47,6 +48,8 @@ def run_search(arguments: Sequence[str]) -> None:
     """
     torchrun_options, recipe, recipe_args = recipe_in(arguments)
     check_recipe(recipe)
+    if torchrun_options:
+        launch_of(torchrun_options, recipe)
     keys, cfg = _as_search(recipe_args)
     path = cleared_found_path(cfg)
     _tune_run([*torchrun_options, recipe, *recipe_args, *keys])
@@ -76,6 +79,25 @@ def check_recipe(recipe: str) -> None:
     if name in stock_recipe_files() or recipe.startswith((".", "/")) or not Path(f"{name}.py").is_file():
         hint = did_you_mean(name, {own: own for own in recipe_files()})
         raise InputError(f"A search needs an adaptive recipe, or a copy as in my_recipe.py, not {quote(recipe)}{hint}")
+
+
+def launch_of(torchrun_options: Sequence[str], recipe: str) -> argparse.Namespace:
+    """The options of torchrun as it reads them, with the number of ranks of a machine as ``nproc_per_node``.
+
+    Raises:
+        InputError: this number is not known, or too many for the recipe.
+    """
+    from torch.distributed.run import determine_local_world_size, get_args_parser  # takes seconds
+
+    options = get_args_parser().parse_args([*torchrun_options, recipe])
+    try:
+        ranks = determine_local_world_size(options.nproc_per_node)
+    except ValueError as error:
+        raise InputError(f"`--nproc_per_node` {quote(options.nproc_per_node)} is no number of ranks here.") from error
+    options.nproc_per_node = require_integer("--nproc_per_node", ranks, minimum=1)
+    if recipe.removesuffix(".py").endswith("_single_device") and ranks > 1:
+        raise InputError(f"`--nproc_per_node` must be 1 for a single-device recipe, but is {ranks} instead.")
+    return options
 
 
 def _as_search(recipe_args: Sequence[str]) -> tuple[list[str], DictConfig]:

@@ -252,7 +252,7 @@ def log_end(
     all_rows = {**rows, "last checkpoint": str(checkpoints[-1][0]) if checkpoints else "none", "metrics": metrics}
     if run_log.is_open:
         folder = shlex.quote(str(run_log.path.parent))
-        all_rows |= {"report": str(run_log.path), "picture": f"tune-adaptive report {folder}"}
+        all_rows |= {"log": str(run_log.path), "report": f"tune-adaptive report {folder}"}
     there = {name: text for name, text in all_rows.items() if text is not None}
     width = max(map(len, there))
     title = f"Run {how}: {count_text(step, 'optimizer step')}, {count_text(epochs_run, 'epoch')}"
