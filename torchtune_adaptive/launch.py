@@ -42,6 +42,16 @@ def check_first() -> None:
         _leave(1)
 
 
+def require_one_rank(ranks: int) -> None:
+    """Check the number of ranks of a single-device recipe.
+
+    Raises:
+        InputError: it is not 1.
+    """
+    if ranks > 1:
+        raise InputError(f"`--nproc_per_node` must be 1 for a single-device recipe, but is {ranks} instead.")
+
+
 def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:
     """Run a recipe as a program: its config and overrides are the program's arguments.
 
@@ -71,8 +81,8 @@ def launch(recipe_class: "type[AdaptiveRecipe]") -> NoReturn:
     end_as_asked()
     nodes = watch_nodes(_say_once)
     try:
-        if _ranks() > 1 and not recipe_class.on_several_ranks:
-            raise InputError(f"`--nproc_per_node` must be 1 for a single-device recipe, but is {_ranks()} instead.")
+        if not recipe_class.on_several_ranks:
+            require_one_rank(_ranks())
         sys.argv = [sys.argv[0], *resolve_config_argument(sys.argv[1:])]
         config.parse(recipe_main)()
     except (InputError, CheckpointError) as error:

@@ -91,7 +91,7 @@ class AdaptiveSettings:
     ] = None
     growth_limit: Annotated[
         int | Literal["memory", "none"],
-        "how large a growing batch may become: memory, none or a number, in the unit of the key that grows",
+        "how large a growing batch may become: memory, none or a `global_batch_size`; without that, a `batch_size`",
     ] = "memory"
     lr_scaling: Annotated[
         LearningRateScaling, f"how the learning rate follows the batch size: {_one_of(get_args(LearningRateScaling))}"

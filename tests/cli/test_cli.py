@@ -261,6 +261,7 @@ HF = ("plan", "--hf", "some/model", "--memory", "80GiB")
     [
         (["plan", "--memory", "H100"], "A plan needs either `--config` or `--hf`."),
         ([*HF, "--config", "tiny/full"], "A plan takes either `--config` or `--hf`, not both."),
+        ([*HF, "--config=tiny/full"], "A plan takes either `--config` or `--hf`, not both."),
         ([*HF[:3]], "`--memory` is missing: a GPU's name or a size, as in H100 or 80GiB."),
         ([*HF, "--seq-len", "8,16"], "`--seq-len` must be an integer, but is '8,16' instead."),
         ([*HF, "--trainer", "adam"], "`--trainer` must be one of sft, dpo, transformers, but is 'adam' instead."),

@@ -1,6 +1,7 @@
 """Plans of loops reserve what torch's allocator for CUDA reserves, on the simulated GPU."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,27 +18,34 @@ WIDTH, TOKENS, VOCABULARY, SAMPLES = 256, 128, 4000, 9
 Optimizer = torch.optim.Optimizer
 
 
+class GroupedAttention(nn.Module):
+    """Four heads that share one of keys and of values, called as ``nn.MultiheadAttention``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, WIDTH + 2 * WIDTH // 4)
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor]:
+        heads = self.project(hidden).split([WIDTH, WIDTH // 4, WIDTH // 4], -1)
+        heads = [one.unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2) for one in heads]
+        found = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return (found.transpose(1, 2).flatten(2),)
+
+
 class Layer(nn.Module):
     """Attention by torch's module, which has tokens first, or with heads that share keys and values."""
 
     def __init__(self, *, is_grouped: bool) -> None:
         super().__init__()
-        self.attention = None if is_grouped else nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.project = nn.Linear(WIDTH, WIDTH + 2 * WIDTH // 4)
+        self.attention: Any = GroupedAttention() if is_grouped else nn.MultiheadAttention(WIDTH, 4, batch_first=True)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.attention is not None:
-            hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
-        else:
-            heads = self.project(hidden).split([WIDTH, WIDTH // 4, WIDTH // 4], -1)
-            heads = [one.unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2) for one in heads]
-            found = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-            hidden = hidden + found.transpose(1, 2).flatten(2)
+        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
         return hidden + self.down(F.gelu(self.up(hidden)))
 
 
-def build_model(*, is_grouped: bool = False) -> nn.Module:
+def build_model(*, is_grouped: bool) -> nn.Module:
     layers = (Layer(is_grouped=is_grouped) for _ in range(3))
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.Linear(WIDTH, VOCABULARY))
 
@@ -76,7 +84,7 @@ def make_batch(num_samples: int) -> torch.Tensor:
 
 def reserved(train_step: Callable[..., None], is_grouped: bool) -> tuple[int, int]:
     """Reserved bytes, planned and of the third step."""
-    build = lambda: build_model(is_grouped=is_grouped)  # noqa: E731
+    build = partial(build_model, is_grouped=is_grouped)
     traced = trace_loop(build, lambda model: torch.optim.AdamW(model.parameters()), train_step, make_batch)
     model = build().cuda()
     optimizer = torch.optim.AdamW(model.parameters())

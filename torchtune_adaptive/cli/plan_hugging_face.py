@@ -33,10 +33,10 @@ def plan_model(arguments: Sequence[str]) -> None:
     Raises:
         InputError: a value is refused, or the run cannot be planned.
     """
-    if "--config" in arguments:
-        raise InputError("A plan takes either `--config` or `--hf`, not both.")
     parser = parser_of_models()
     given, others = parser.parse_known_args(arguments)  # keys may stand anywhere
+    if given.config is not None:
+        raise InputError("A plan takes either `--config` or `--hf`, not both.")
     if any(one.startswith("-") for one in others):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     if given.memory is None:
@@ -93,6 +93,7 @@ def parser_of_models() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hf", metavar="MODEL", required=True, help="a folder with a config.json, or a name on the Hub"
     )
+    parser.add_argument("--config", help=argparse.SUPPRESS)  # refused
     parser.add_argument("--memory", help="memory of each GPU: a name (H100) or a size (80GiB)")
     parser.add_argument("--trainer", default="sft", help="sft or dpo of TRL, or transformers for its Trainer [sft]")
     parser.add_argument(

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.cli.arguments import PROGRAM, Commands, add_command
 from torchtune_adaptive.errors import InputError, did_you_mean, quote, require_integer
 from torchtune_adaptive.files import check_writable, writing
+from torchtune_adaptive.launch import require_one_rank
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.checks import check_config
 from torchtune_adaptive.stock.configs import config_of, resolved
@@ -95,8 +96,8 @@ def launch_of(torchrun_options: Sequence[str], recipe: str) -> argparse.Namespac
     except ValueError as error:
         raise InputError(f"`--nproc_per_node` {quote(options.nproc_per_node)} is no number of ranks here.") from error
     options.nproc_per_node = require_integer("--nproc_per_node", ranks, minimum=1)
-    if recipe.removesuffix(".py").endswith("_single_device") and ranks > 1:
-        raise InputError(f"`--nproc_per_node` must be 1 for a single-device recipe, but is {ranks} instead.")
+    if recipe.removesuffix(".py").endswith("_single_device"):
+        require_one_rank(ranks)
     return options
 
 

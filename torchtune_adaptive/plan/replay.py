@@ -174,11 +174,11 @@ class _Process:
         self._run(self._late)
         self._run(range(start, end))
         self._late = self._made = []
-        self._name_again([index for index in before if index not in self._held])
+        self._carry_over([index for index in before if index not in self._held])
         self._run(self._rebuilt)
         self._rebuilt = []
 
-    def _name_again(self, missing: Iterable[int]) -> None:
+    def _carry_over(self, missing: Iterable[int]) -> None:
         """Take what is ``missing`` before a step from what the last one has left, or else anew; give back the rest."""
         left = defaultdict[tuple[str, int], list[Block]](list)  # by kind and bytes
         for index in [index for index in self._held if index >= self._num_before]:

@@ -48,9 +48,12 @@ def computed_as_on_cuda(*, compiles: bool = False) -> Iterator[None]:
     CUDA has kernels for dropout and for RMS norm, which keep less for the backward pass than what a CPU runs.
 
     Args:
-        compiles: whether layers are compiled, see ``compiled_code``: compiled code composes RMS norm itself.
+        compiles: whether layers are compiled, see ``compiled_code``: compiled code composes RMS norm and linear layers
+            itself.
     """
-    kernels = {"dropout": _dropout} if compiles else {"dropout": _dropout, "linear": _linear, "rms_norm": _rms_norm}
+    kernels: dict[str, Callable[..., Any]] = {"dropout": _dropout}
+    if not compiles:
+        kernels |= {"linear": _linear, "rms_norm": _rms_norm}
     attention = mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _by_cudas_kernel)
     composed = kernels_replaced(kernels.items(), "CompositeImplicitAutograd")
     with optimizers_choose_as_on_cuda(), composed, attention:

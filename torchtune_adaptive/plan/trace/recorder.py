@@ -98,10 +98,6 @@ class StepTrace(WatchOperations):
             if storage not in self._storages:
                 self._kinds[self._storages.see(storage)] = "other tensors"
 
-    def _begin_mark(self, name: str) -> None:
-        self._num_marks += 1
-        self._mark = name or f"mark {self._num_marks}"
-
     def enter_phase(self, name: str) -> None:
         """Assign the following operations to phase ``name``, for example "forward"."""
         self._phase = name
@@ -135,6 +131,10 @@ class StepTrace(WatchOperations):
                 taken[storage] = len(found)
                 found.append(Event(phase, name, self._kinds[storage], sizes[storage], stream))
         return (*found, *self._entered(starts, before=len(self._operations)))
+
+    def _begin_mark(self, name: str) -> None:
+        self._num_marks += 1
+        self._mark = name or f"mark {self._num_marks}"
 
     def _entered(self, starts: deque[int], *, before: int) -> Iterator[Event]:
         """An event for each phase whose first operation comes before the one of that number."""
