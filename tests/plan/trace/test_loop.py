@@ -467,6 +467,16 @@ def test_attention_that_takes_float32_or_a_mask_lays_out_its_tensors_by_tokens(t
     assert gradients[0].transpose(1, 2).is_contiguous()
 
 
+def test_attention_without_heads_keeps_its_layout() -> None:
+    """Its queries are [B, S, head_dim], which no fused kernel of CUDA takes."""
+    gradients: list[torch.Tensor] = []
+    with FakeTensorMode(), computed_as_on_cuda():
+        query, key, value = (torch.empty(2, 16, 8, requires_grad=True) for _ in range(3))
+        query.register_hook(gradients.append)  # pyright: ignore[reportArgumentType]
+        nn.functional.scaled_dot_product_attention(query, key, value).sum().backward()
+    assert gradients[0].is_contiguous()
+
+
 def test_a_layer_adds_its_bias_in_place() -> None:
     """Also on inputs for which torch does not fuse both, which it shows out of place on fake tensors."""
     weight, bias = torch.ones(3, 2), torch.ones(3)

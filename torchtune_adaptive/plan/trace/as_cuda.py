@@ -172,6 +172,8 @@ def _by_cudas_kernel(
     if query.dim() > 2 and query.shape[-3] != key.shape[-3]:
         with sdpa_kernel(SDPBackend.MATH):
             return _attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+    if query.dim() != 4:
+        return _attention(query, key, value, attn_mask, 0.0, is_causal, **kwargs)
     query, key, value = (_ByTokens.apply(one) for one in (query, key, value))
     return _ByTokens.apply(_attention(query, key, value, attn_mask, 0.0, is_causal, **kwargs))
 
@@ -186,7 +188,7 @@ class _ByTokens(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         # Where tensors overlap or have gaps, results are laid out by tokens in any case.
-        if tensor.dim() == 4 and torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+        if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
             _, heads, tokens, head_dim = tensor.shape
             strides = heads * tokens * head_dim, head_dim, heads * head_dim, 1
             return tensor.as_strided(tensor.shape, strides)
