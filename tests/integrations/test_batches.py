@@ -25,6 +25,13 @@ def tried(*batches: TrainerBatch, pair: tuple[int, int] | None = (0, 1)) -> tupl
     ]
 
 
+def test_losses_of_trials_alone_have_the_weight_of_trials() -> None:
+    cutter, samples = TrainerBatches(1), [batch([[3], [4]])]
+    cutter.trial_weight = 0.25
+    assert {part.weight for parts in cutter.trial_batches(samples) for part in parts} == {0.25}
+    assert {part.weight for part in cutter.cut(samples)} == {1.0}
+
+
 def test_the_parts_of_pairs_stay_together() -> None:
     ids = torch.arange(8).reshape(8, 1)  # chosen 0 to 3, rejected 4 to 7
     pairs = TrainerBatch({"input_ids": ids, "margin": torch.arange(4), "names": list("abcd")}, None, 1)

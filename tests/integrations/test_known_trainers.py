@@ -46,7 +46,6 @@ def trainer(**changes: Any) -> Any:
         ({"tp_size": 2}, "but their sizes are (2, 1, 1)"),
         ({"cp_size": 3}, "but their sizes are (1, 3, 1)"),
         ({"sp_size": 4}, "but their sizes are (1, 1, 4)"),
-        ({"scaler": object()}, "`fp16`"),
         ({"torch_compile": True}, "`torch_compile` needs a single process"),
         ({"even_batches": False}, "`even_batches` or `dataloader_drop_last`"),
         ({"train_sampling_strategy": "batch_rebalance"}, "'batch_rebalance' needs a single process"),

@@ -50,6 +50,7 @@ class TrainerBatches(Slices):
         trial_samples: those of the trials so far.
         factor: by how much the loss of both of two samples differs from the sum of each one's, as a trial has found. It
             is then scaled. None: not known.
+        trial_weight: by what the losses of trials are multiplied.
 
     Raises:
         InputError: ``size`` is not an integer of at least 1.
@@ -69,6 +70,7 @@ class TrainerBatches(Slices):
         self.ignores_labels = False
         self.can_scale = True
         self.why_whole = ""
+        self.trial_weight = 1.0
         self.forget_trials()
 
     def forget_trials(self) -> None:
@@ -215,8 +217,8 @@ class TrainerBatches(Slices):
             last = number
         return found
 
-    def _micro_batch(self, parts: Sequence[Part], factor: float = 1.0) -> TrainerBatch:
-        """The samples of all parts, whose batches have equally many, in one batch."""
+    def _micro_batch(self, parts: Sequence[Part], factor: float | None = None) -> TrainerBatch:
+        """The samples of all parts, whose batches have equally many, in one batch. ``factor``: None in a trial."""
         batch, rows = parts[0]
         if all(one is batch for one, _ in parts):
             rows = [row for _, some in parts for row in some]
@@ -226,7 +228,7 @@ class TrainerBatches(Slices):
             inputs, number = self._together(several), sum(map(self.num_samples, several))
         share = number / self.num_samples(batch.inputs)
         # By the factor: of a sum, of a mean over samples, or of a sum that the trainer divides as if it were a mean.
-        weight = {1.0: 1.0, 0.5: share, 2.0: 1 / share}[factor]
+        weight = {1.0: 1.0, 0.5: share, 2.0: 1 / share, None: self.trial_weight}[factor]
         return batch._replace(inputs=inputs, divisor=batch.divisor / share, weight=weight)
 
     def _together(self, several: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -48,7 +48,6 @@ def why_refused(trainer: Any) -> str:
         f"Tensor, context and sequence parallelism must be off, but their sizes are {inner_sizes}": any(
             size > 1 for size in inner_sizes
         ),
-        "`fp16` has not been tried: use `bf16`": accelerator.scaler is not None,
         "`torch_compile` needs a single process": args.torch_compile and accelerator.num_processes > 1,
         "With several processes, `even_batches` or `dataloader_drop_last` must be on": (
             accelerator.num_processes > 1 and not accelerator.even_batches and not args.dataloader_drop_last

@@ -40,6 +40,7 @@ from torchtune_adaptive.integrations.trainer_batch import TrainerBatch
 
 log = logging.getLogger(__name__)
 _MOST_TRIALS = 4  # of samples that differ more than those before
+_TRIAL_WEIGHT_OF_FP16 = 2**-6  # a gradient that the scaler has let overflow tells nothing
 _STEPS_TO_LOOK_AT = 64  # for such samples: to look waits for the device
 _Trainer: Any = object  # the class whose methods the mixin calls
 
@@ -93,6 +94,8 @@ class AdaptiveTrainerMixin(_Trainer):
         )
         self._batches.pad_token = next((one for one in tokens if one is not None), 0)
         self._batches.ignores_labels, self._batches.why_whole = not has_own_loss(self), why_whole(self)
+        if self.accelerator.scaler is not None:
+            self._batches.trial_weight = _TRIAL_WEIGHT_OF_FP16
         self._joins = False  # whether micro-batches may have samples of several batches
         self._trials_left = self._steps_to_look_at = 0
         self._is_provisional = False  # whether the next step decides about the micro-batch
@@ -294,8 +297,7 @@ class AdaptiveTrainerMixin(_Trainer):
         self._batches.can_scale = is_scaled
         if weight != 1 and not is_scaled:
             raise InputError(
-                "A loss that is not divided by `num_items_in_batch` needs a `training_step` that calls"
-                " `self.accelerator.backward`."
+                "A loss that must be scaled needs a `training_step` that calls `self.accelerator.backward`."
             )
 
     def _release(self) -> None:

@@ -4,7 +4,7 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -174,6 +174,25 @@ def test_a_step_in_which_no_two_samples_count_leaves_the_trial_to_the_next_step(
     step._loop.model.zero_grad()
     is_on = True
     with pytest.raises(CannotCutError, match="the loss is a mean"):
+        step(ROWS)
+
+
+@pytest.mark.parametrize("is_mean", [False, True], ids=["sum", "mean"])
+def test_gradients_that_a_scaler_lets_overflow_leave_the_trial_to_a_later_step(is_mean: bool) -> None:
+    """With the first scale, of each sample alone they are finite."""
+    scale = 2.0**16
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            squares = model(rows).float().square().sum(1)
+        return (squares.mean() * 2 if is_mean else squares.sum()) * scale
+
+    step = step_of(net(), loss)
+    step(ROWS)
+    assert step.recovers
+    step._loop.model.zero_grad()
+    scale /= 8
+    with pytest.raises(CannotCutError, match="the loss is a mean") if is_mean else nullcontext():
         step(ROWS)
 
 

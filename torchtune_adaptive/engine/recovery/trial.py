@@ -165,9 +165,12 @@ class Trial:
         one, other, both = self._first(), *self._sums[1:]
         distances = [(both - factor * (one + other)).square().sum().item() for factor in FACTORS]
         squares = [vector.square().sum().item() for vector in (one, other, both, one + other)]
-        found = consensus.from_all_ranks((self._eps(), *squares, *distances))
-        eps = max(numbers[0] for numbers in found)
-        norms = [math.sqrt(sum(column)) for column in list(zip(*found, strict=True))[1:]]
+        may_overflow = torch.float16 in self._randomness.dtypes  # until a gradient scaler has found its scale
+        found = list(zip(*consensus.from_all_ranks((self._eps(), may_overflow, *squares, *distances)), strict=True))
+        eps = max(found[0])
+        norms = [math.sqrt(sum(column)) for column in found[2:]]
+        if any(found[1]) and not math.isfinite(norms[2]):
+            return Verdict(counts=(False, False))
         verdict = _compared(_tolerance(eps, "gradients"), norms[:4], norms[4:])
         if verdict.may_be_random and consensus.any_rank(self._drops_gradients(_tolerance(eps, "gradients"))):
             return Verdict(reason="a micro-step drops the gradients of the one before, or sets `.grad` itself")
