@@ -31,7 +31,7 @@ from torchtune_adaptive.plan.trace.step_events import TracedStep
 from torchtune_adaptive.plan.trace.tracer import Tracer
 from torchtune_adaptive.settings import AdaptiveSettings
 from torchtune_adaptive.stock.configs import is_lora, load_config
-from torchtune_adaptive.stock.installed import stock_config_path
+from torchtune_adaptive.stock.installed import stock_config_files
 
 RESULTS = Path(__file__).parent / "results" / "stock_configs.md"
 _TRAINS = re.compile("(?!dev/).*(finetune|dpo|qat|distillation)")
@@ -119,9 +119,7 @@ def stock_configs() -> list[StockConfig]:
         if _TRAINS.match(recipe.name):
             for stock in recipe.configs:
                 cfg = load_config(stock.name)
-                path = stock_config_path(stock.name)
-                assert path is not None, stock.name
-                header = path.read_text().split("\n\n")[0]
+                header = stock_config_files()[stock.name].read_text().split("\n\n")[0]
                 ranks = 1 if recipe.name.endswith("single_device") else ranks_launched(header)
                 row_tokens = cfg.tokenizer.get("max_seq_len") or ROW_TOKENS
                 configs.append(StockConfig(recipe.name, stock.name, cfg, ranks, row_tokens))

@@ -258,7 +258,7 @@ def test_a_config_that_is_missing_is_named_before_anything_starts_and_help_has_s
     assert (launched.status(), launched.started) == (0, 0)
     monkeypatch.setattr("sys.argv", ["recipe", "--config", "no/such"])
     assert (launched.status(), launched.started) == (1, 0)
-    expected = "recipe: `--config` must be the name or path of a config, but is 'no/such'.\n"
+    expected = "recipe: `--config` must be the name or path of a config, but is 'no/such' instead.\n"
     assert capsys.readouterr().err == expected
 
 

@@ -98,7 +98,11 @@ def test_a_config_is_found_by_adaptive_name_stock_name_or_path(file: Path) -> No
     ("arguments", "sentence"),
     [
         (["key=value"], "`--config` needs the name or path of a config."),
-        (["--config", "no/such.yaml"], "`--config` must be the name or path of a config, but is 'no/such.yaml'."),
+        (
+            ["--config", "no/such.yaml"],
+            "`--config` must be the name or path of a config, but is 'no/such.yaml' instead.",
+        ),
+        (["--config", "llama3_1/8b_ful"], "but is 'llama3_1/8b_ful' instead; did you mean `llama3_1/8B_full`?"),
         (["--config", "BROKEN"], " is not a YAML file: "),
         (["--config", "LIST"], "must be a YAML mapping, but"),
         (

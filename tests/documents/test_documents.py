@@ -83,7 +83,7 @@ FULL = "tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config"
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (f"{FULL} tiny/gone", "`--config` must be the name or path of a config, but is 'tiny/gone'."),
+        (f"{FULL} tiny/gone", "`--config` must be the name or path of a config, but is 'tiny/gone' instead"),
         (f"{FULL} tiny/full adaptive.margn=0.1", "did you mean `adaptive.margin`?"),
         (f"{FULL} tiny/lora", "does not train by tiny/lora, which is for lora_finetune"),
         ("tune-adaptive plan --config tiny/full --seq-len 4k", "`--seq-len` must be an integer, but is '4k' instead."),

@@ -8,8 +8,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchtune_adaptive.errors import InputError, quote, reason_of
-from torchtune_adaptive.stock.installed import config_dir, stock_config_path
+from torchtune_adaptive.errors import InputError, did_you_mean, quote, reason_of
+from torchtune_adaptive.stock.installed import config_dir, config_files, stock_config_files
 
 # Stock recipes with an adaptive version, without "_distributed" and "_single_device".
 Method: TypeAlias = Literal[
@@ -52,7 +52,7 @@ def config_of(arguments: Sequence[str]) -> DictConfig | None:
 def config_path(name: str) -> Path:
     """The file of the config of that name: an adaptive one, else a stock one. Any other name is taken as a path."""
     own = config_dir() / f"{name}.yaml"
-    return own if own.is_file() else stock_config_path(name) or Path(name)
+    return own if own.is_file() else stock_config_files().get(name, Path(name))
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
@@ -203,7 +203,8 @@ def _readable_path(name: str) -> Path:
         path = config_path(name)
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise InputError(f"`--config` must be the name or path of a config, but is {name!r}.") from error
+        hint = did_you_mean(name, {known.lower(): known for known in (*config_files(), *stock_config_files())})
+        raise InputError(f"`--config` must be the name or path of a config, but is {name!r} instead{hint}") from error
     except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:  # ValueError: not text, or not a path
         shown = quote(str(path))
         raise InputError(f"`--config` {shown} is not a YAML file: {reason_of(error)}.") from error

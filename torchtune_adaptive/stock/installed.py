@@ -50,10 +50,10 @@ def stock_recipe_files() -> dict[str, list[Path]]:
     return {name: [path for one in listed if (path := recipe_dir() / one).is_file()] for name, listed in files.items()}
 
 
-def stock_config_path(name: str) -> Path | None:
-    """The stock config that ``tune`` knows as ``name``; None if there is none."""
-    files = {config.name: config.file_path for recipe in _registered_recipes() for config in recipe.configs}
-    return recipe_dir() / "configs" / files[name] if name in files else None
+def stock_config_files() -> dict[str, Path]:
+    """The file of each config that ``tune`` knows, by its name."""
+    configs = (config for recipe in _registered_recipes() for config in recipe.configs)
+    return {config.name: recipe_dir() / "configs" / config.file_path for config in configs}
 
 
 def adaptive_name(stock_recipe: str) -> str:
