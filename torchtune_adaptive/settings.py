@@ -1,4 +1,4 @@
-"""The only reader of our config keys."""
+"""Reads and checks our config keys."""
 
 import re
 from collections.abc import Iterator

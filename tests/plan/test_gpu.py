@@ -55,6 +55,7 @@ def test_amds_gpus_hold_more_outside_the_allocator() -> None:
         ("backend:native", False, ""),
         ("large_segment_size_mb:40", False, "large_segment_size_mb:40"),
         ("max_split_size_mb:128, backend:cudaMallocAsync", False, "max_split_size_mb:128, backend:cudaMallocAsync"),
+        ("per_process_memory_fraction:0.5", False, "per_process_memory_fraction:0.5"),
         (
             "expandable_segments:True, roundup_power2_divisions: [256:1, 512:2], backend: native",
             True,

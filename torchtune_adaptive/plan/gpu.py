@@ -169,7 +169,7 @@ _EXPANDABLE = "expandable_segments"
 # Settings of torch's allocator that its model lacks.
 _NOT_MODELLED = (
     *("max_split_size_mb", "max_non_split_rounding_mb", "large_segment_size_mb", "roundup_power2_divisions"),
-    *("garbage_collection_threshold", "backend"),
+    *("garbage_collection_threshold", "per_process_memory_fraction", "backend"),
 )
 
 
