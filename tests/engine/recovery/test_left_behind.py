@@ -111,6 +111,21 @@ class Added(nn.Module):
         return rows + before / 10
 
 
+class Queue(nn.Module):
+    """Features of earlier batches and their sums, in plain attributes of more than 1 MiB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.earlier, self.sums = torch.zeros(2**18, 2), torch.zeros(2**19)
+
+    def forward(self, rows: Rows) -> Rows:
+        new = rows.detach().sum((0, 1))[None, :2]
+        before = self.earlier[0].sum() + self.sums[0]
+        self.earlier = torch.cat([new, self.earlier[:-1]])
+        self.sums += new.sum()
+        return rows + before / 10
+
+
 class Paired(nn.Module):
     """A state in a tuple, as that of an LSTM, and another one in a list, which is changed in place."""
 
@@ -313,6 +328,7 @@ CASES: dict[str, tuple[type[nn.Module], Loss | type[LossOfItsOwn]]] = {
     "a buffer without a shape": (Observer, plain),
     "a tensor in an attribute that was None": (Late, plain),
     "tensors in attributes and a buffer that are added": (Added, plain),
+    "large tensors in attributes": (Queue, plain),
     "tensors in a tuple and a list": (Paired, plain),
     "numbers and arrays of NumPy, an enum, a named tuple, slots": (Measured, plain),
     "a loss with a buffer that the model lacks": (nn.Identity, LossOfItsOwn),
@@ -363,7 +379,7 @@ class Training:
             self.micro_step(rows)
             self.update()
 
-        options: Any = {"model": self.model, "optimizer": self.optimizer, "memory_limit": "1MiB", "max_batch_size": 64}
+        options: Any = {"model": self.model, "optimizer": self.optimizer, "memory_limit": "9MiB", "max_batch_size": 64}
         assert find_max_batch_size(train_step, lambda size: torch.ones(size, 9, WIDTH), **options).batch_size > 1
 
     def state(self) -> list[torch.Tensor]:

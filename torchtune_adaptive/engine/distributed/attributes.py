@@ -31,11 +31,14 @@ class TensorPlace(NamedTuple):
     """Where a module holds a buffer, or another tensor that is no parameter: its ``_buffers`` or its attributes.
 
     A step may put another tensor there: ``self.mean = 0.9 * self.mean + ...``. There may be None before the first one.
+
+    Attributes:
+        is_state: whether it is a buffer, or known to change as one does: it is then kept in each step, however large.
     """
 
     holder: dict[str, Any]
     name: str
-    is_buffer: bool
+    is_state: bool
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -46,7 +49,7 @@ class TensorPlace(NamedTuple):
     @property
     def costs_little(self) -> bool:
         """Whether what is there now can be kept in each step: it may be an activation of the step before."""
-        return self.is_buffer or (self.tensor is not None and _costs_little(self.tensor))
+        return self.is_state or (self.tensor is not None and _costs_little(self.tensor))
 
     def put(self, tensor: torch.Tensor | None) -> None:
         self.holder[self.name] = tensor

@@ -254,19 +254,19 @@ class KeptBuffers:
     def that_may_change(self) -> list[TensorPlace]:
         """The places whose buffers have changed, and those of buffers up to 1 MiB, which may change later.
 
-        Batch normalisation, for example, changes its buffers only in training mode.
+        Batch normalisation, for example, changes its buffers only in training mode. A large tensor in an attribute that
+        has changed counts as a buffer from now on, if its shape is as before: an activation has that of its samples.
         """
         changed = {id(tensor) for tensor in self._tensors.changed()}
         changed |= {id(tensor) for tensor, before, _ in self._elsewhere if _checksum(tensor) != before}
-        may_change = [
-            place
-            for place, tensor in self._buffers
-            if tensor is None
-            or not can_be_refilled(tensor)
-            or tensor.nbytes <= SMALL_BYTES
-            or place.tensor is not tensor
-            or id(tensor) in changed
-        ]
+        may_change = list[TensorPlace]()
+        for place, tensor in self._buffers:
+            now = place.tensor
+            if tensor is None or not can_be_refilled(tensor) or tensor.nbytes <= SMALL_BYTES:
+                may_change.append(place)
+            elif now is not tensor or id(tensor) in changed:
+                is_state = now is not None and now.is_leaf and now.shape == tensor.shape
+                may_change.append(place._replace(is_state=place.is_state or is_state))
         return may_change + self._not_kept
 
     def restore(self) -> None:
