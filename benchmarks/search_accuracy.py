@@ -21,8 +21,8 @@ from benchmarks.on_ranks import measured_on_ranks
 from benchmarks.provenance import provenance
 from benchmarks.tables import publish, table
 from tests.support.recipe_runs import loop_of, tiny_config
+from torchtune_adaptive.engine.search.options import STRATEGIES
 from torchtune_adaptive.engine.search.strategies import SearchResult
-from torchtune_adaptive.settings import STRATEGIES
 from torchtune_adaptive.tiny import make_tiny_assets
 
 RESULTS = Path(__file__).parent / "results" / "search_accuracy_cpu.md"

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.engine.search.options import SearchOptions
+from torchtune_adaptive.engine.search.options import STRATEGIES, SearchOptions
 from torchtune_adaptive.errors import InputError
 from torchtune_adaptive.schedule import geometric
-from torchtune_adaptive.settings import BLOCK_KEYS, STRATEGIES, AdaptiveSettings, named_by_path
+from torchtune_adaptive.settings import BLOCK_KEYS, AdaptiveSettings, named_by_path
 from torchtune_adaptive.text import parse_memory
 
 SEARCH: dict[str, Any] = {"use_maximum_batch_size": True}
@@ -268,9 +268,11 @@ UNREADABLE += ("1GiB\0", f"{10**20}B", True, math.nan, math.inf, 0.5, [80], {"a"
     ],
 )
 def test_memory_that_cannot_be_read_or_is_not_above_zero_is_refused(rule, values):
+    hints = {"80G": "; did you mean `80GiB`?", 0.5: "; did you mean `0.5GiB`?"}
     for value in values:
-        sentence = f"`adaptive.memory_limit` must be {rule}, but is {value!r} instead."
-        assert refusal(adaptive={"memory_limit": value}) == sentence
+        sentence = f"`adaptive.memory_limit` must be {rule}, but is {value!r} instead"
+        hint = hints.get(value, ".") if isinstance(value, str | float) else "."
+        assert refusal(adaptive={"memory_limit": value}) == sentence + hint
 
 
 @given(st.text("019.,-+_eEKMgiB \n\0٨é", max_size=6))  # not every letter: to list them takes Hypothesis seconds

@@ -17,7 +17,7 @@ __all__ = ["at_epochs", "geometric", "gradient_noise_scale", "linear"]
 
 @dataclass(frozen=True)
 class at_epochs:
-    """Grows by ``increases[epoch]`` samples. Epochs count from 0; increases must be integers of at least 0.
+    """Adds ``increases[epoch]`` to the batch size. Epochs count from 0; increases must be integers of at least 0.
 
     >>> at_epochs({1: 8, "3": 16})(3, 24)
     16
@@ -62,7 +62,7 @@ class geometric:
 
 @dataclass(frozen=True)
 class linear:
-    """Adds ``increment`` samples every ``every_epochs`` epochs, but not at epoch 0."""
+    """Adds ``increment`` to the batch size every ``every_epochs`` epochs, but not at epoch 0."""
 
     increment: int
     every_epochs: int = 1
@@ -134,7 +134,7 @@ class MeasuredSchedule(ABC):
 
 
 class gradient_noise_scale(MeasuredSchedule):
-    """Grows the batch towards the simple noise scale, by at most a factor of ``max_factor`` per epoch.
+    """Grows the batch towards the noise scale of its gradients, by at most a factor of ``max_factor`` per epoch.
 
     Both parts of the noise scale are exponential moving averages over the measured steps, with decay ``smoothing``.
     The batch does not grow before ``min_measurements`` measurements. If the estimated norm of the mean gradient is not

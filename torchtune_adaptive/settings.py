@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchtune_adaptive.engine.search.options import STRATEGIES, SearchOptions, Strategy
+from torchtune_adaptive.engine.search.options import SearchOptions, Strategy
 from torchtune_adaptive.errors import (
     InputError,
     as_integer,
@@ -30,10 +30,6 @@ Objective: TypeAlias = Literal["memory", "speed"]
 
 TOP_LEVEL_KEYS = ("use_maximum_batch_size", "batch_increase_function", "adaptive")
 _OF_SEARCH = tuple(one.name for one in fields(SearchOptions))
-
-
-def _one_of(words: tuple[str, ...]) -> str:
-    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 @contextmanager
@@ -66,44 +62,45 @@ class AdaptiveSettings:
     ] = False
     batch_increase_function: Annotated[
         BatchIncreaseFunction | None,
-        "f(epoch, batch_size) -> increment: a dotted path, or a _component_ with arguments",
+        "f(epoch, batch_size) -> increment, called before every epoch",
     ] = None
-    strategy: Annotated[Strategy, f"how to search: {_one_of(STRATEGIES)}"] = SearchOptions.strategy
+    strategy: Annotated[Strategy, "how to search"] = SearchOptions.strategy
     power_of_two: Annotated[
-        bool, "round the size found down to a power of two, unless a step has no more samples; PPO rounds to a divisor"
+        bool, "round the rows found down to a power of two, unless a step's samples all fit at once; PPO: to a divisor"
     ] = True
     max_batch_size: Annotated[
         int | None, "the most rows of the longest length to try; null: as many samples as a rank can have"
     ] = None
     memory_limit_bytes: Annotated[
-        int | None, "per rank, as in 80GiB, or bytes; null: what the device has (a search on a CPU needs one)"
+        int | None,
+        "memory of a rank, in search and training (PPO: search); null: all of a GPU (a search on a CPU needs a limit)",
     ] = None
-    margin: Annotated[float, "fraction of the memory limit that a search keeps free"] = SearchOptions.margin
+    margin: Annotated[float, "fraction of that memory that a search keeps free"] = SearchOptions.margin
     seq_len: Annotated[int | None, "tokens per row of a search's test steps; null: the longest row there can be"] = None
-    max_images: Annotated[int | None, "images per row of a search's test steps; null: the most of a sample"] = None
+    max_images: Annotated[int | None, "images per row of a search's test steps; null: the most in a sample"] = None
     oom_recovery: Annotated[bool, "out of memory in training: repeat the step with smaller micro-batches"] = True
     global_batch_size: Annotated[
         int | None, "samples per optimizer step over all ranks; null: as torchtune's own keys say"
     ] = None
     max_tokens_per_micro_batch: Annotated[
         int | Literal["auto"] | None,
-        "per rank, with padding: a number, or auto (searched for); null: batch_size rows",
+        "tokens of a rank, with padding: a number, or auto (searched for); null: micro-batches are counted in rows",
     ] = None
     growth_limit: Annotated[
         int | Literal["memory", "none"],
-        "how large a growing batch may become: memory, none or a `global_batch_size`; without that, a `batch_size`",
+        "bound of a growing batch: memory (what fits), none or a number: a global_batch_size if set, else a batch_size",
     ] = "memory"
     lr_scaling: Annotated[
-        LearningRateScaling, f"how the learning rate follows the batch size: {_one_of(get_args(LearningRateScaling))}"
+        LearningRateScaling, "how the learning rate follows the samples per step, from those in the config"
     ] = "none"
     objective: Annotated[
-        Objective, "memory: the largest size that fits; speed: the one that trains the most tokens per second"
+        Objective, "memory: the largest size that fits; speed: of several that fit, the one that trains fastest"
     ] = "memory"
-    save_every_n_steps: Annotated[int | None, "optimizer steps between checkpoints; null: after epochs only"] = None
+    save_every_n_steps: Annotated[int | None, "optimizer steps between checkpoints; null: none within epochs"] = None
     keep_last_n_checkpoints: Annotated[int | None, "how many checkpoints within epochs to keep; null: all"] = None
-    save_in_background: Annotated[bool, "write these checkpoints while training continues, from a copy on the host"] = (
-        False
-    )
+    save_in_background: Annotated[
+        bool, "write these checkpoints while training continues, from a copy in host memory"
+    ] = False
     search_only: Annotated[bool, "end after the search, and write a config with its result to output_dir"] = False
 
     def __post_init__(self) -> None:

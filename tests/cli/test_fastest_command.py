@@ -231,7 +231,7 @@ def test_why_the_config_as_it_is_cannot_run_is_said(set_ups: SetUps, tmp_path: P
         ),
         (
             ("--nnodes", "2", "adaptive_full_finetune_distributed", "--config", "tiny/full"),
-            "`--nnodes` must be 1 for `fastest`, but is '2' instead: what it finds on one machine holds for several.",
+            "`--nnodes` must be 1 for `fastest`, which times a single machine, but is '2' instead.",
         ),
         (
             ("--nproc_per_node", "two", "adaptive_full_finetune_distributed", "--config", "tiny/full"),

@@ -29,9 +29,9 @@ from torchtune_adaptive.training.signals import handled
 _HELP = """Find the settings that train fastest among those that leave the training as it is, up to rounding.
 
 Samples per optimizer step stay those of the config, or `adaptive.global_batch_size`. What changes is how many run at
-once, in rows or in tokens, activation checkpointing, `compile`, resharding of weights, and chunks of the loss. Each
-set-up is timed with micro-batches of several sizes on some steps of your data. OUTPUT_DIR/found.yaml is the config
-with what is fastest, and the last line of the output is the command that trains with it.
+once, in rows or in tokens, activation checkpointing and offloading, `compile`, resharding of weights, and chunks of
+the loss. Each set-up is timed with micro-batches of several sizes on some steps of your data. OUTPUT_DIR/found.yaml is
+the config with what is fastest, and the last line of the output is the command that trains with it.
 
 options before TORCHRUN-OPTIONS, which are those of `tune run`:
   --minutes N   begin no set-up that would probably end later than this; the first one always ends [5]
@@ -178,8 +178,7 @@ def _ranks(torchrun_options: Sequence[str], recipe: str) -> int:
     launch = launch_of(torchrun_options, recipe)
     if launch.nnodes not in ("1", "1:1"):
         raise InputError(
-            f"`--nnodes` must be 1 for `fastest`, but is {quote(launch.nnodes)} instead: what it finds on one machine"
-            " holds for several."
+            f"`--nnodes` must be 1 for `fastest`, which times a single machine, but is {quote(launch.nnodes)} instead."
         )
     return launch.nproc_per_node
 
@@ -200,7 +199,7 @@ def _hint(cfg: DictConfig) -> str:
     dataset = cfg.get("dataset")
     if isinstance(dataset, DictConfig) and not dataset.get("packed") and not cfg.tokenizer.get("packed"):
         return (
-            "Not tried, as a step would then have other samples: `dataset.packed=True`, which leaves no padding"
+            "Not tried, as a step would then have other samples: `dataset.packed=True`, which leaves less padding"
             " (torchtune's data sets; it needs `tokenizer.max_seq_len`)."
         )
     return ""

@@ -89,6 +89,7 @@ def parser_of_models() -> argparse.ArgumentParser:
         description="Predict which batch sizes of a Hugging Face model fit in its trainer, without a GPU or weights.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--hf", metavar="MODEL", required=True, help="a folder with a config.json, or a name on the Hub"
@@ -102,7 +103,7 @@ def parser_of_models() -> argparse.ArgumentParser:
     parser.add_argument("--nproc_per_node", "--nproc-per-node", default="1", help="GPUs per machine [1]")
     parser.add_argument("--nnodes", default="1", help="number of machines [1]")
     parser.add_argument("--seq-len", help="tokens of the longest row [`max_length`]")
-    parser.add_argument("--mean-len", help="tokens of an average row [one less than --seq-len: batches are padded]")
+    parser.add_argument("--mean-len", help="tokens of an average row [one less than --seq-len; as many if packed]")
     parser.add_argument("--batch-size", help="also plan this batch size per rank, or several")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="of the trainer's arguments or of the model")

@@ -22,7 +22,7 @@ _HELP = """Find the largest batch size that fits, and end.
 OUTPUT_DIR/found.yaml is the config with the sizes found. The last line of the output is the command
 that trains with it. No checkpoint is written. TORCHRUN-OPTIONS are those of `tune run`.
 
-A size is found for one row length, and for everything else that memory depends on."""
+The sizes hold as long as row length, model, ranks, GPU and all else that memory depends on stay."""
 
 
 def add_search(commands: Commands) -> None:
