@@ -40,10 +40,23 @@ def parse_memory(value: object) -> int:
         size = Fraction(match[2]) * _BYTES_PER_UNIT[match[3].lower()]
         whole = math.floor(-size if match[1] else size)
     if whole is None:
-        raise InputError(f"`memory_limit` must be a size like 80GiB or whole bytes, but is {quote(value)} instead.")
+        hint = f"; did you mean `{meant}`?" if (meant := size_meant(value)) else "."
+        raise InputError(
+            f"`memory_limit` must be a size like 80GiB or whole bytes, but is {quote(value)} instead{hint}"
+        )
     if whole <= 0:
         raise InputError(f"`memory_limit` must be at least one byte, but is {quote(value)} instead.")
     return whole
+
+
+def size_meant(value: object) -> str:
+    """The size that somebody probably means who leaves out the end of its unit, or "".
+
+    >>> size_meant("24G"), size_meant("24"), size_meant("H100")
+    ('24GiB', '24GiB', '')
+    """
+    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)\s*", str(value), re.IGNORECASE)
+    return f"{match[1]}{match[2].upper() or 'G'}iB" if match else ""
 
 
 def byte_unit(num_bytes: float) -> tuple[str, int]:

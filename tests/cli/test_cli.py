@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from tests.support.plans import GIB, MIB, rows_of, step_of, tables
 from tests.support.program import Program
 from torchtune_adaptive.plan import ways
-from torchtune_adaptive.plan.gpu import memory_of
+from torchtune_adaptive.plan.gpu import Card, memory_of
 from torchtune_adaptive.plan.host_memory import HostFigures
 from torchtune_adaptive.plan.show import plot
 from torchtune_adaptive.plan.trace import config_steps
@@ -183,6 +183,13 @@ def test_memory_is_that_of_the_gpu_named_or_the_configs_limit(program: Program, 
     of_config = json.loads(program(*FULL, "adaptive.memory_limit=3GiB", "--json").out)
     assert [named["memory_bytes"], of_config["memory_bytes"]] == [memory_of("A100 80GB"), None]
     assert of_config["usable_bytes"] == round(0.95 * 3 * GIB)  # on a CPU nothing is outside of the allocator
+
+
+def test_nccl_counts_where_the_recipe_that_runs_has_a_process_group(program: Program, tracing: FakeTracing) -> None:
+    card, command = Card.named("H100"), [*FULL, "--memory", "H100", *CUDA, "--json"]
+    for overrides, expected in (([], card.overhead(1, has_group=False)), (["ac_mode=selective"], card.overhead(1))):
+        overhead = json.loads(program(*command, *overrides).out)["overhead"]
+        assert overhead["least_outside_bytes"] == expected.least_outside_bytes
 
 
 @pytest.mark.parametrize(

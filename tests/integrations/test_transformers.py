@@ -875,12 +875,13 @@ def test_more_is_checkpointed_where_not_one_row_fits_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"memory_limit": "24G"}, "but is '24G' instead; did you mean `24GiB`"),
         ({"speed": "fast"}, "`speed` must be one of auto, but is 'fast' instead"),
         ({"speed": "auto", "micro_batch_size": 2}, "`speed` chooses the micro-batch itself"),
         ({"speed": "auto"}, "`speed` needs `memory_limit` on a cpu"),
     ],
 )
-def test_a_speed_that_cannot_be_chosen_is_refused(options: dict[str, Any], text: str) -> None:
+def test_a_limit_and_a_speed_that_cannot_be_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InputError, match=text):
         make("trainer", options=options).train()
 

@@ -127,6 +127,7 @@ def test_a_size_is_taken_as_it_is() -> None:
         *((text, ["`memory` must be a size like 80GiB or one of T4, "]) for text in ("", "abacus", "-5GiB", "80")),
         ("tesla v100", ["must name its memory", "V100 16GB", "V100 32GB"]),  # it is sold with either
         ("a100-81gb", ["; did you mean", "`A100 80GB`"]),
+        ("24G", ["; did you mean `24GiB`?"]),
     ],
 )
 def test_a_text_that_is_no_size_and_no_clear_name_is_quoted_and_refused_in_one_sentence(

@@ -22,7 +22,11 @@ def add_command(
     """Add the command ``name``, with ``commands_shown`` as its examples, and return its parser."""
     examples = "\n  ".join(["examples:", *(f"{PROGRAM} {command}" for command in commands_shown)])
     formatter = argparse.RawDescriptionHelpFormatter
-    return commands.add_parser(name, help=summary, epilog=examples, formatter_class=formatter, **options)
+    parser = commands.add_parser(
+        name, help=summary, epilog=examples, formatter_class=formatter, allow_abbrev=False, **options
+    )
+    parser.set_defaults(parser=parser)
+    return parser
 
 
 @contextmanager

@@ -33,10 +33,9 @@ def run(arguments: Sequence[str]) -> None:
     if arguments and arguments[0] in launching and {"-h", "--help"}.isdisjoint(arguments):
         launching[arguments[0]](arguments[1:])
         return
-    parser = _parser()
-    parsed, others = parser.parse_known_args(arguments)  # overrides may stand anywhere, as for `tune run`
+    parsed, others = _parser().parse_known_args(arguments)  # overrides may stand anywhere, as for `tune run`
     if others and ("overrides" not in parsed or any(other.startswith("-") for other in others)):
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+        parsed.parser.error(f"unrecognized arguments: {' '.join(others)}")
     parsed.overrides = [*vars(parsed).get("overrides", []), *others]
     parsed.run(parsed)
 

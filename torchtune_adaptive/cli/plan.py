@@ -105,6 +105,7 @@ def _plan(arguments: argparse.Namespace) -> None:
                 ranks_of_machine=per_node,
                 seq_lens=tuple(seq_lens),
                 batch_sizes=tuple(batch_sizes),
+                has_group=_recipe(cfg, method, per_node * nodes).endswith("_distributed"),
             )
             for per_node in ranks
         ]
@@ -151,14 +152,20 @@ def _cards(arguments: argparse.Namespace, settings: AdaptiveSettings) -> list[Ca
     return list(map(Card.named, arguments.memory.split(",")))
 
 
+def _recipe(cfg: DictConfig, method: Method, world_size: int) -> str:
+    """The recipe that runs a config: on one rank the one for one device, if that can."""
+    recipe = adaptive_name(f"{method}_single_device")
+    only_on_several = any(cfg.get(key) for key in _OF_SEVERAL_RANKS)
+    if world_size > 1 or only_on_several or recipe not in recipe_files():
+        recipe = adaptive_name(f"{method}_distributed")
+    return recipe
+
+
 def _run_command(arguments: argparse.Namespace, cfg: DictConfig, method: Method, planned: Plan) -> str:
     """The command that runs what was planned; "" if nothing fits."""
     if not planned.fits:
         return ""
-    recipe = adaptive_name(f"{method}_single_device")
-    only_on_several = any(cfg.get(key) for key in _OF_SEVERAL_RANKS)
-    if planned.world_size > 1 or only_on_several or recipe not in recipe_files():
-        recipe = adaptive_name(f"{method}_distributed")
+    recipe = _recipe(cfg, method, planned.world_size)
     launcher = [] if arguments.nnodes == "1" else ["--nnodes", arguments.nnodes]
     if recipe.endswith("_distributed"):
         launcher += ["--nproc_per_node", arguments.nproc_per_node]

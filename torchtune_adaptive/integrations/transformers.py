@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from torchtune_adaptive.engine.distributed.fsdp_state import drop_forward_passes, fsdp_states
+from torchtune_adaptive.engine.memory.devices import limit_bytes_of
 from torchtune_adaptive.engine.recovery.step import RecoverableStep
 from torchtune_adaptive.engine.recovery.watch import MemoryEvent, MemoryPressure
 from torchtune_adaptive.errors import CannotCutError, InputError, require_one_of
@@ -75,6 +76,7 @@ class AdaptiveTrainerMixin(_Trainer):
         **kwargs: Any,
     ) -> None:
         are_pairs = samples_are_pairs(type(self))
+        limit_bytes_of(memory_limit)  # refused before data is prepared
         super().__init__(*args, **kwargs)
         if reason := why_refused(self):
             raise InputError(reason)

@@ -28,6 +28,7 @@ class ConfigLaunch:
         seq_lens: tokens per row; each length is planned.
         batch_sizes: rows per rank to plan beside those that fit.
         ranks_of_machine: ranks per machine, for its host memory; None: all are on one machine.
+        has_group: a single rank has a process group, too, as in recipes for several.
     """
 
     title: str
@@ -37,6 +38,7 @@ class ConfigLaunch:
     ranks_of_machine: int | None = None
     seq_lens: tuple[int, ...]
     batch_sizes: tuple[int, ...] = ()
+    has_group: bool = True
 
     @property
     def on_cpu(self) -> bool:
@@ -73,7 +75,7 @@ class ConfigLaunch:
             memory_bytes=self.card.memory_bytes,
             allocator_limit_bytes=settings.memory_limit_bytes,
             margin=settings.margin,
-            overhead=Overhead() if self.on_cpu else self.card.overhead(self.world_size),
+            overhead=Overhead() if self.on_cpu else self.card.overhead(self.world_size, has_group=self.has_group),
         )
 
     def _length(self, run: "_Run", step: StepEvents, sequences: int, device: Device) -> LengthPlan:

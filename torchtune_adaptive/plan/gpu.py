@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from torchtune_adaptive.errors import InputError, quote
-from torchtune_adaptive.text import parse_memory
+from torchtune_adaptive.text import parse_memory, size_meant
 
 # ---- known GPUs
 
@@ -143,7 +143,8 @@ def memory_of(text: str) -> int:
     except InputError:
         memory_bytes = 0
     if memory_bytes == 0 or (memory_bytes < _SMALLEST_BARE_BYTES and not re.search("[a-z]", text, re.IGNORECASE)):
-        nearest = dict.fromkeys(_NAMES[found] for found in difflib.get_close_matches(key, _NAMES, n=2))
+        names = dict.fromkeys(_NAMES[found] for found in difflib.get_close_matches(key, _NAMES, n=2))
+        nearest = [size] if (size := size_meant(text)) else [*names]
         hint = f"; did you mean {' or '.join(f'`{name}`' for name in nearest)}?" if nearest else "."
         raise InputError(
             f"`memory` must be a size like 80GiB or one of {', '.join(KNOWN_GPUS)}, but is {quote(text)} instead{hint}"
@@ -240,7 +241,7 @@ class Card:
         """What one of ``world_size`` ranks has on it beside its tensors.
 
         Args:
-            has_group: a single rank has a process group, too, as torchtune's recipes have.
+            has_group: a single rank has a process group, too, as in recipes for several.
         """
         name = _NAMES.get(_key(self.name))
         gpu = _ANY_GPU if name is None else KNOWN_GPUS[name]

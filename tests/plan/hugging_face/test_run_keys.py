@@ -121,6 +121,10 @@ def test_what_a_model_is_loaded_with_is_read_unless_a_key_says_it() -> None:
             {"lora_rang": 4},
             "'lora_rang' is no key of MyArguments or of TRL's ModelConfig; did you mean `lora_r`?",
         ),
+        (
+            {"use_lora": True},
+            "'use_lora' is no key of MyArguments or of TRL's ModelConfig; did you mean `use_peft`?",
+        ),
         ({"deepspeed": "ds.json"}, "`deepspeed=ds.json` is not planned: DeepSpeed's allocations are not traced."),
         ({"load_in_4bit": True, "load_in_8bit": True}, "`load_in_4bit` and `load_in_8bit` cannot both be True."),
         ({"use_cpu": True}, "`use_cpu=True` is not planned: a plan is of GPUs."),

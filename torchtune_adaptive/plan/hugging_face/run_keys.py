@@ -83,6 +83,14 @@ _OF_LOADING = frozenset(
     }
 )
 # Keys that are not planned, unless they have one of these values; and what to do.
+_MEANT = MappingProxyType(  # by words that are no keys
+    {
+        "torch_dtype": "dtype",
+        "use_lora": "use_peft",
+        "batch_size": "per_device_train_batch_size",
+        "per_device_batch_size": "per_device_train_batch_size",
+    }
+)
 _NOT_PLANNED = MappingProxyType(
     {
         "deepspeed": ((None,), "DeepSpeed's allocations are not traced"),
@@ -283,7 +291,7 @@ class RunKeys:
         known = {*types, *_OF_A_SCRIPT, *_NOT_PLANNED}
         for key, value in keys.items():
             if key not in known:
-                hint = did_you_mean(key, {name: name for name in known} | {"torch_dtype": "dtype"})
+                hint = did_you_mean(key, {name: name for name in known if "eval" not in name} | {**_MEANT})
                 raise InputError(f"{quote(key)} is no key of {arguments.title} or of TRL's ModelConfig{hint}")
             values, why = _NOT_PLANNED.get(key, ((value,), ""))
             if value not in values:

@@ -76,7 +76,7 @@ def _advice(length: LengthPlan, ways: Sequence[PlannedChange]) -> str:
     if largest is None:
         return f"At least {_rows(NO_BOUND, length)} fit."
     if largest > 0:
-        is_safe = "none is safe" if not safe else "1 is safe" if safe == 1 else f"{safe} are safe"
+        is_safe = "none is safe" if not safe else "1 is safe" if safe == 1 else f"{safe:,} are safe"
         is_sure = length.used.batch_size != largest or length.used.fits == "fits"
         fits = ("fits" if largest == 1 else "fit") if is_sure else "may fit"
         return f"At most {_rows(largest, length)} {fits}; {is_safe}."
