@@ -114,7 +114,8 @@ def test_a_plan_prints_as_tables_of_samples_and_has_a_json_form() -> None:
     assert first == "mine: 0.01 M parameters"
     assert second.startswith(f"{plan.decisive.largest_batch_size:,} samples fit, with ")
     assert (
-        third == f"At most {plan.decisive.largest_batch_size:,} samples fit; {plan.decisive.safe_batch_size} are safe."
+        third
+        == f"At most {plan.decisive.largest_batch_size:,} samples fit; {plan.decisive.safe_batch_size:,} are safe."
     )
     assert "\nAssumed: nothing.\n" in str(plan)
     assert "tokens per row" not in str(plan)
