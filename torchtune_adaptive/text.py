@@ -50,13 +50,15 @@ def parse_memory(value: object) -> int:
 
 
 def size_meant(value: object) -> str:
-    """The size that somebody probably means who leaves out the end of its unit, or "".
+    """The size that somebody probably means who leaves out its unit or the end of it, or "".
 
-    >>> size_meant("24G"), size_meant("24"), size_meant("H100")
-    ('24GiB', '24GiB', '')
+    >>> size_meant("24G"), size_meant("24"), size_meant("H100"), size_meant("24.5.6G")
+    ('24GiB', '24GiB', '', '')
     """
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)\s*", str(value), re.IGNORECASE)
-    return f"{match[1]}{match[2].upper() or 'G'}iB" if match else ""
+    match = _MEMORY_TEXT.fullmatch(str(value))
+    if not match or match[1] or match[3].lower() not in ("", *"kmgt"):
+        return ""
+    return f"{match[2]}{match[3].upper() or 'G'}iB"
 
 
 def byte_unit(num_bytes: float) -> tuple[str, int]:

@@ -41,8 +41,8 @@ from torchtune_adaptive.integrations.trainer_batch import TrainerBatch
 
 log = logging.getLogger(__name__)
 _MOST_TRIALS = 4  # of samples that differ more than those before
-_TRIAL_WEIGHT_OF_FP16 = 2**-6  # a gradient that the scaler has let overflow tells nothing
 _STEPS_TO_LOOK_AT = 64  # for such samples: to look waits for the device
+_TRIAL_WEIGHT_OF_FP16 = 2**-6  # a gradient that the scaler has let overflow tells nothing
 _Trainer: Any = object  # the class whose methods the mixin calls
 
 
@@ -76,7 +76,7 @@ class AdaptiveTrainerMixin(_Trainer):
         **kwargs: Any,
     ) -> None:
         are_pairs = samples_are_pairs(type(self))
-        limit_bytes_of(memory_limit)  # refused before data is prepared
+        self._limit_bytes = limit_bytes_of(memory_limit)  # a wrong one is refused before data is prepared
         super().__init__(*args, **kwargs)
         if reason := why_refused(self):
             raise InputError(reason)
@@ -101,7 +101,6 @@ class AdaptiveTrainerMixin(_Trainer):
         self._joins = False  # whether micro-batches may have samples of several batches
         self._trials_left = self._steps_to_look_at = 0
         self._is_provisional = False  # whether the next step decides about the micro-batch
-        self._memory_limit = memory_limit
         self._held: list[TrainerBatch] = []
         self._recoverable: RecoverableStep[Any] | None = None
         self._gathers = LateGathers(self.accelerator)
@@ -228,7 +227,7 @@ class AdaptiveTrainerMixin(_Trainer):
             release=self._release,
             on_event=self._on_event,
             steps_done=self.state.global_step,
-            memory_limit=self._memory_limit,
+            memory_limit=self._limit_bytes,
         )
 
     def _can_join(self, step: RecoverableStep[Any], batches: list[TrainerBatch]) -> bool:
@@ -308,7 +307,7 @@ class AdaptiveTrainerMixin(_Trainer):
         self.__dict__.update(copy.deepcopy(self._counted))
 
     def _can_search(self) -> bool:
-        if self.args.device.type == "cuda" or self._memory_limit is not None:
+        if self.args.device.type == "cuda" or self._limit_bytes is not None:
             return True
         if self._speed is not None:
             raise InputError(f"`speed` needs `memory_limit` on a {self.args.device.type}.")
@@ -329,7 +328,7 @@ class AdaptiveTrainerMixin(_Trainer):
             release=self._release,
             cutter=self._batches,
             batches=batches,
-            memory_limit=self._memory_limit,
+            memory_limit=self._limit_bytes,
         )
         size = search.largest() if self._speed is None else search.fastest(model, self._checkpointing)
         self._batches.size = self._batches.whole_size = size

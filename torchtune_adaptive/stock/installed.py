@@ -50,10 +50,11 @@ def stock_recipe_files() -> dict[str, list[Path]]:
     return {name: [path for one in listed if (path := recipe_dir() / one).is_file()] for name, listed in files.items()}
 
 
+@cache
 def stock_config_files() -> dict[str, Path]:
     """The file of each config that ``tune`` knows, by its name."""
-    configs = (config for recipe in _registered_recipes() for config in recipe.configs)
-    return {config.name: recipe_dir() / "configs" / config.file_path for config in configs}
+    directory = recipe_dir() / "configs"
+    return {config.name: directory / config.file_path for recipe in _registered_recipes() for config in recipe.configs}
 
 
 def adaptive_name(stock_recipe: str) -> str:

@@ -379,7 +379,8 @@ class Training:
             self.micro_step(rows)
             self.update()
 
-        options: Any = {"model": self.model, "optimizer": self.optimizer, "memory_limit": "9MiB", "max_batch_size": 64}
+        limit = "9MiB" if isinstance(self.model[3], Queue) else "1MiB"
+        options: Any = {"model": self.model, "optimizer": self.optimizer, "memory_limit": limit, "max_batch_size": 64}
         assert find_max_batch_size(train_step, lambda size: torch.ones(size, 9, WIDTH), **options).batch_size > 1
 
     def state(self) -> list[torch.Tensor]:

@@ -82,8 +82,8 @@ _OF_LOADING = frozenset(
         *("use_safetensors", "variant", "subfolder", "proxies", "offload_folder"),
     }
 )
-# Keys that are not planned, unless they have one of these values; and what to do.
-_MEANT = MappingProxyType(  # by words that are no keys
+# The keys that are meant by words that are none.
+_MEANT = MappingProxyType(
     {
         "torch_dtype": "dtype",
         "use_lora": "use_peft",
@@ -91,6 +91,7 @@ _MEANT = MappingProxyType(  # by words that are no keys
         "per_device_batch_size": "per_device_train_batch_size",
     }
 )
+# Keys that are not planned, unless they have one of these values; and what to do.
 _NOT_PLANNED = MappingProxyType(
     {
         "deepspeed": ((None,), "DeepSpeed's allocations are not traced"),
@@ -291,7 +292,8 @@ class RunKeys:
         known = {*types, *_OF_A_SCRIPT, *_NOT_PLANNED}
         for key, value in keys.items():
             if key not in known:
-                hint = did_you_mean(key, {name: name for name in known if "eval" not in name} | {**_MEANT})
+                meant = {name: name for name in known if "eval" not in name}  # which changes nothing in a plan
+                hint = did_you_mean(key, {**meant, **_MEANT})
                 raise InputError(f"{quote(key)} is no key of {arguments.title} or of TRL's ModelConfig{hint}")
             values, why = _NOT_PLANNED.get(key, ((value,), ""))
             if value not in values:
