@@ -22,7 +22,7 @@ from tests.integrations.trainers import BATCH, Outcome, difference, make, traine
 
 pytestmark = [pytest.mark.simulated_gpu, pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
 
-HOSTS = ("trainer", "sft", "dpo", "reward")  # PEFT refuses LoRA beside the torchao that torchtune needs
+HOSTS = ("trainer", "sft", "packed", "dpo", "reward")  # PEFT refuses LoRA beside the torchao that torchtune needs
 LENGTH = 256  # tokens
 
 
@@ -31,7 +31,7 @@ def _rows(host: str) -> Any:
     if host == "trainer":
         return [{"input_ids": [3 + (seed + place) % 61 for place in range(LENGTH)]} for seed in range(96)]
     texts = [" ".join(f"w{3 + (seed + place) % 61}" for place in range(LENGTH)) for seed in range(96)]
-    if host == "sft":
+    if host in ("sft", "packed"):
         return Dataset.from_list([{"text": text} for text in texts])
     pairs = zip(texts, reversed(texts), strict=True)
     return Dataset.from_list([{"prompt": "w5", "chosen": f" {one}", "rejected": f" {other}"} for one, other in pairs])

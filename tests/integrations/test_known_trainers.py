@@ -11,7 +11,7 @@ from torchtune_adaptive.integrations.known_trainers import has_own_loss, samples
 
 def trainer(**changes: Any) -> Any:
     """A trainer on two processes; ``changes`` are to whatever has the name: itself, its arguments, its accelerator."""
-    one = SimpleNamespace(is_model_parallel=False, loss_types=["sigmoid"], padding_free=False, _is_vlm=False)
+    one = SimpleNamespace(is_model_parallel=False, loss_types=["sigmoid"], _is_vlm=False)
     one.args = SimpleNamespace(
         auto_find_batch_size=False,
         n_gpu=1,
@@ -52,7 +52,6 @@ def trainer(**changes: Any) -> Any:
         ({"optim": "OptimizerNames.ADALOMO"}, "'OptimizerNames.ADALOMO' steps in the backward pass"),
         ({"optim": "galore_adamw_layerwise"}, "'galore_adamw_layerwise' steps in the backward pass"),
         ({"activation_offloading": True}, "`activation_offloading` must be off"),
-        ({"padding_free": True}, "documents in one row"),
         ({"_is_vlm": True}, "takes images"),
     ],
 )

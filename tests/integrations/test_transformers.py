@@ -428,15 +428,10 @@ def test_trials_of_a_hyperparameter_search_equal_the_plain_trainers_on_two_ranks
     assert run_on_ranks(trainers.trials_on_rank, 2) == [(0.0, {})] * 2
 
 
-def test_arguments_that_do_not_allow_recovery_are_refused() -> None:
-    with pytest.raises(InputError, match="documents in one row cannot be cut apart"):
-        make("sft", packing=True)
-
-
 def test_what_refusals_look_at_has_these_names() -> None:
     """Of what cannot be had on a CPU."""
     trainer = make("sft", is_adaptive=False)
-    assert {"_is_vlm", "padding_free"} <= {*vars(trainer)}
+    assert {"_is_vlm", "padding_free"} <= {*vars(trainer)}  # the second one makes batches flat
     assert "activation_offloading" in vars(trainer.args)
     assert {"DEEPSPEED", "MEGATRON_LM", "XLA"} <= {one.value for one in DistributedType}
 
@@ -739,7 +734,7 @@ def test_a_loss_function_and_label_smoothing_equal_the_plain_trainers(
 # ---- the search
 
 
-@pytest.mark.parametrize("kind", ["trainer", "lora", "dpo"])
+@pytest.mark.parametrize("kind", ["trainer", "packed", "lora", "dpo"])
 def test_a_search_leaves_no_trace(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     found: dict[str, Any] = {}
     trainer = make(kind, options={"memory_limit": LIMITS[kind]}, accumulation=2)

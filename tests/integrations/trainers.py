@@ -42,10 +42,24 @@ from torchtune_adaptive.testing import Fault, wrap_micro_steps
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
 
-KINDS = ("trainer", "sft", "lora", "dpo", "reward")
+KINDS = ("trainer", "sft", "packed", "lora", "dpo", "reward")
 BATCH, STEPS = 4, 3
-LIMITS = {"trainer": "650KiB", "sft": "4MiB", "lora": "4MiB", "dpo": "16MiB", "reward": "1200KiB"}  # of a search
-_BASES = {"trainer": Trainer, "sft": SFTTrainer, "lora": SFTTrainer, "dpo": DPOTrainer, "reward": RewardTrainer}
+LIMITS = {
+    "trainer": "650KiB",
+    "sft": "4MiB",
+    "packed": "8MiB",
+    "lora": "4MiB",
+    "dpo": "16MiB",
+    "reward": "1200KiB",
+}  # of a search
+_BASES = {
+    "trainer": Trainer,
+    "sft": SFTTrainer,
+    "packed": SFTTrainer,
+    "lora": SFTTrainer,
+    "dpo": DPOTrainer,
+    "reward": RewardTrainer,
+}
 _NOT_TRAINING = ("runtime", "per_second")  # in names of what is logged
 
 
@@ -101,7 +115,7 @@ def text(seed: int, longest: int = 14) -> str:
 
 
 def rows(kind: str, number: int) -> Any:
-    if kind in ("sft", "lora"):
+    if kind in ("sft", "packed", "lora"):
         return Dataset.from_list([{"text": text(seed)} for seed in range(number)])
     if kind in ("dpo", "reward"):
         both = ({"chosen": f" {text(1000 + seed)}", "rejected": f" {text(2000 + seed)}"} for seed in range(number))
@@ -177,7 +191,7 @@ def make(
         elif kind == "reward":
             arguments = RewardConfig(folder, **{"max_length": 32, "disable_dropout": False, **common})
         else:
-            arguments = SFTConfig(folder, **{"max_length": 16, **common})
+            arguments = SFTConfig(folder, **{"max_length": 16, "packing": kind == "packed", **common})
     if kind == "lora":
         more["peft_config"] = LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout)
     trainer = base or _BASES[kind]

@@ -61,9 +61,6 @@ def why_refused(trainer: Any) -> str:
         "`activation_offloading` must be off: what it keeps outlives an error": (
             getattr(args, "activation_offloading", False)
         ),
-        "`padding_free` must be off, and `packing_strategy` 'wrapped': documents in one row cannot be cut apart": (
-            getattr(trainer, "padding_free", False)
-        ),
         "Batches must be of text only, but the model takes images": getattr(trainer, "_is_vlm", False),
     }
     return next((f"{reason}." for reason, applies in reasons.items() if applies), "")

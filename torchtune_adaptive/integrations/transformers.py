@@ -28,6 +28,7 @@ from torchtune_adaptive.engine.recovery.watch import MemoryEvent, MemoryPressure
 from torchtune_adaptive.errors import CannotCutError, InputError, require_one_of
 from torchtune_adaptive.integrations.batches import TrainerBatches
 from torchtune_adaptive.integrations.checkpointing import ChosenCheckpointing
+from torchtune_adaptive.integrations.flat_batches import WithLengths, as_flat, as_rows, check_same_again
 from torchtune_adaptive.integrations.known_trainers import (
     check_parameters,
     has_own_loss,
@@ -110,6 +111,11 @@ class AdaptiveTrainerMixin(_Trainer):
         self.memory_events: list[MemoryEvent] = []
 
     @property
+    def _is_flat(self) -> bool:
+        """Whether TRL puts the samples of a batch into one row."""
+        return getattr(self, "padding_free", False)
+
+    @property
     def micro_batch_size(self) -> int:
         """The current number of samples in a micro-batch."""
         return self._batches.size
@@ -137,6 +143,13 @@ class AdaptiveTrainerMixin(_Trainer):
             self._recoverable.close()
             self._recoverable = None
 
+    def get_train_dataloader(self) -> Any:
+        """As the base class; flat batches also tell how many tokens each sample has."""
+        if not self._is_flat:
+            return super().get_train_dataloader()
+        with with_attributes(self, data_collator=WithLengths(self.data_collator)):
+            return super().get_train_dataloader()
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
@@ -146,7 +159,9 @@ class AdaptiveTrainerMixin(_Trainer):
         """
         if not self.is_in_train:
             return super().training_step(model, inputs, num_items_in_batch)
-        self._held.append(TrainerBatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps))
+        if self._is_flat and self._recoverable is None:
+            check_same_again(inputs, self.data_collator)
+        self._held.append(TrainerBatch(as_rows(inputs), num_items_in_batch, self.current_gradient_accumulation_steps))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._held = self._held, []
@@ -276,7 +291,8 @@ class AdaptiveTrainerMixin(_Trainer):
         self._checkpointing.keep()
         own = {"log": self._hold_log, "current_gradient_accumulation_steps": micro_batch.divisor}
         with self._gathers.collected(), with_attributes(self, **own), self._scaled_by(micro_batch.weight):
-            loss = super().training_step(model, micro_batch.inputs, micro_batch.num_items)
+            inputs = as_flat(micro_batch.inputs, self.data_collator) if self._is_flat else micro_batch.inputs
+            loss = super().training_step(model, inputs, micro_batch.num_items)
         return loss if micro_batch.weight == 1 else loss * micro_batch.weight
 
     @contextmanager

@@ -25,6 +25,7 @@ from torchtune_adaptive.engine.progress import Bar
 from torchtune_adaptive.engine.recovery.columns import named_values
 from torchtune_adaptive.errors import reason_of
 from torchtune_adaptive.integrations.batches import TrainerBatches
+from torchtune_adaptive.integrations.flat_batches import as_rows
 from torchtune_adaptive.integrations.late_gathers import with_entries
 from torchtune_adaptive.integrations.trainer_batch import IGNORED, TrainerBatch
 
@@ -205,7 +206,7 @@ class _Scan(IterableDataset[Any]):
         return self._collated([read] * self._cutter.size)
 
     def _collated(self, read: Iterable[Any]) -> Mapping[str, Any]:
-        return self._collate([copy.copy(one) for one in read])  # some collators change their samples
+        return as_rows(self._collate([copy.copy(one) for one in read]))  # some collators change their samples
 
 
 def _detach_files() -> None:
