@@ -171,6 +171,12 @@ def test_the_last_steps_of_an_epoch_are_smaller() -> None:
         assert faulty.events == [(2, 3, 1), (3, 1, 2)]
 
 
+def test_a_size_that_never_fitted_is_tried_again_in_the_next_epoch() -> None:
+    options: dict[str, Any] = {"micro_batch_size": BATCH}
+    trainer = make("trainer", options=options, number_of_rows=3 * BATCH, max_steps=-1, num_train_epochs=2)
+    assert with_fault(trainer, step=0, micro_step=0, place=40, rank=0).events == [(1, BATCH, 2), (4, 2, BATCH)]
+
+
 def test_metrics_of_the_last_batch_of_an_epoch_equal_the_plain_trainers_on_two_ranks() -> None:
     assert run_on_ranks(trainers.last_batch_on_rank, 2) == [(0.0, {})] * 2
 

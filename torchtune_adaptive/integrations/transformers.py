@@ -102,6 +102,7 @@ class AdaptiveTrainerMixin(_Trainer):
         self._joins = False  # whether micro-batches may have samples of several batches
         self._trials_left = self._steps_to_look_at = 0
         self._is_provisional = False  # whether the next step decides about the micro-batch
+        self._epoch = 0
         self._held: list[TrainerBatch] = []
         self._recoverable: RecoverableStep[Any] | None = None
         self._gathers = LateGathers(self.accelerator)
@@ -186,6 +187,9 @@ class AdaptiveTrainerMixin(_Trainer):
             step, is_new = self._make_step(model, batches), True
             self._recoverable = step
         self._try_differences(step, batches, is_new=is_new)
+        if self._epoch != (epoch := int(self.state.epoch or 0)):
+            self._epoch = epoch
+            step.try_larger()
         loss = step(batches)
         self.__dict__.update(self._gathers.finish({name: getattr(self, name) for name in self._counted}))
         return loss
