@@ -90,7 +90,7 @@ def test_a_resumed_run_has_no_step_or_decision_twice_and_drops_a_truncated_line(
     first.append(event="out of memory", step=6)
     first.note("growth", step=6, epoch=1, batch_size=4)
     with (tmp_path / LOG_NAME).open("a") as file:
-        file.write('{"step":8,"lo')
+        file.write('{"event":"sizes","step":1}\n{"step":8,"lo')  # no decision: it has no size
     second = begun(tmp_path, step=5, checkpoint="step_5")
     assert [entry["reason"] for entry in second.history] == ["config"]
     second.note("growth", step=6, epoch=1, batch_size=4)
@@ -98,7 +98,7 @@ def test_a_resumed_run_has_no_step_or_decision_twice_and_drops_a_truncated_line(
         second.append(step=step)
     assert [step for name, step in names_in(tmp_path) if name is None] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [one for one in names_in(tmp_path) if one[0] is not None] == [
-        *(("started", 0), ("sizes", 1), ("resumed", 5), ("sizes", 6)),
+        *(("started", 0), ("sizes", 1), ("sizes", 1), ("resumed", 5), ("sizes", 6)),
     ]
     assert [entry["reason"] for entry in second.history] == ["config", "growth"]
 

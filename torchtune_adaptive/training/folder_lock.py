@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import weakref
 from pathlib import Path
 from typing import ClassVar
@@ -17,6 +18,7 @@ log = utils.get_logger("DEBUG")
 
 LOCK_NAME = "adaptive.lock"
 _RUN = "run "
+_LONGEST = 4096  # bytes of the file that are read
 # Of a file system that has no locks: NFS without its lock daemon, others, Lustre mounted without the option `flock`.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
@@ -40,8 +42,10 @@ class _OpenFile:
     @classmethod
     def at(cls, path: Path) -> "_OpenFile":
         """The file at ``path``, which is made if it is not there; one that is open already is shared."""
-        opened = cls(os.open(path, os.O_RDWR | os.O_CREAT, 0o644))
+        opened = cls(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644))  # a link's target is not ours
         there = os.fstat(opened.descriptor)
+        if not stat.S_ISREG(there.st_mode):
+            raise OSError(f"{str(path)!r} must be a regular file")
         return cls._all.setdefault((there.st_dev, there.st_ino), opened)
 
     @classmethod
@@ -118,6 +122,6 @@ class FolderLock:
 
     def _lines(self) -> list[str]:
         try:
-            return self._file.read_text(encoding="utf-8", errors="replace").splitlines()
+            return os.pread(self._open.descriptor, _LONGEST, 0).decode(errors="replace").splitlines()
         except OSError:
             return []

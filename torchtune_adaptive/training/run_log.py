@@ -64,7 +64,7 @@ class RunLog:
             return
         weakref.finalize(self, os.close, self._descriptor)
         if not search_only:
-            decisions = [line for line in map(json.loads, kept) if line.get("event") == SIZES]
+            decisions = [line for line in map(json.loads, kept) if line.get("event") == SIZES and "batch_size" in line]
             self.history = [{name: line[name] for name in line if name != "event"} for line in decisions]
         self.append(
             event=SEARCH_ONLY if search_only else "resumed" if step else "started", step=step, run=run, **values

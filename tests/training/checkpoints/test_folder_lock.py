@@ -116,6 +116,16 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     assert re.fullmatch(r"`output_dir` cannot be written: NotADirectoryError: .*\.", str(refused.value))
 
 
+@pytest.mark.parametrize("make", [lambda path, other: path.symlink_to(other), lambda path, _: os.mkfifo(path)])
+def test_a_lock_that_is_no_file_of_ours_is_refused_and_what_it_leads_to_stays(tmp_path: Path, make: Any) -> None:
+    other = tmp_path / "notes"
+    other.write_text("mine")
+    make(tmp_path / LOCK_NAME, other)
+    with pytest.raises(InputError, match=r"`output_dir` cannot be written: .*adaptive\.lock"):
+        locked(tmp_path)
+    assert other.read_text() == "mine"
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
 def test_a_folder_on_which_nothing_can_be_locked_is_used_with_a_warning(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
