@@ -230,6 +230,10 @@ def test_why_the_config_as_it_is_cannot_run_is_said(set_ups: SetUps, tmp_path: P
             "`fastest` cuts a step into micro-batches: it needs `optimizer_in_bwd: False`.",
         ),
         (
+            ("adaptive_ppo_full_finetune_single_device", "--config", "mistral/7B_full_ppo_low_memory"),
+            "`fastest` cannot time the steps of PPO: use `tune-adaptive search`.",
+        ),
+        (
             ("--nnodes", "2", "adaptive_full_finetune_distributed", "--config", "tiny/full"),
             "`--nnodes` must be 1 for `fastest`, which times a single machine, but is '2' instead.",
         ),

@@ -156,6 +156,8 @@ def _own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
 
 def _refuse(cfg: DictConfig, settings: AdaptiveSettings) -> None:
     """Refuse settings that leave nothing to compare."""
+    if "ppo_epochs" in cfg:
+        raise InputError("`fastest` cannot time the steps of PPO: use `tune-adaptive search`.")
     if cfg.get("optimizer_in_bwd", False):
         raise InputError("`fastest` cuts a step into micro-batches: it needs `optimizer_in_bwd: False`.")
     if settings.batch_increase_function is not None:
