@@ -4,6 +4,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,11 @@ class Trainer:
         return GENERATOR.random()
 
 
+@dataclass(slots=True)
+class Slots:
+    generator: random.Random
+
+
 augmentation = Augmentation()
 REFERRING: dict[str, tuple[Callable[..., Any], Any]] = {
     "a function of another file": (lambda: another_file.draw(), another_file.generator),
@@ -90,6 +96,7 @@ def test_a_generator_that_a_forward_pass_refers_to_is_found() -> None:
     [
         lambda generator: [generator],
         lambda generator: {"rows": (generator, 0.5)},
+        Slots,
         lambda generator: types.SimpleNamespace(mask=types.SimpleNamespace(generator=generator)),
         lambda generator: generator.random,
     ],

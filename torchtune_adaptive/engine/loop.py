@@ -19,7 +19,7 @@ from torchtune_adaptive.engine.memory.meter import MemoryMeter
 from torchtune_adaptive.engine.memory.out_of_memory import empty_cache, free_memory, only_new_garbage
 from torchtune_adaptive.engine.optimizers import without_step_hooks
 from torchtune_adaptive.engine.recovery.optimizer_state import allocate_state
-from torchtune_adaptive.engine.references import generators_within_reach, modules_within_reach
+from torchtune_adaptive.engine.references import Generators, modules_within_reach
 from torchtune_adaptive.errors import InputError, quote
 
 _COMPILED_SHAPES = 256  # more would have no effect: it is torch's `accumulated_recompile_limit`
@@ -61,9 +61,9 @@ class Loop:
         """All modules whose buffers and attributes a step may change: also those that ``model`` lacks."""
         return modules_within_reach(self.model, self.micro_step)
 
-    def generators(self, modules: Sequence[nn.Module]) -> list[Any]:
+    def generators(self, modules: Sequence[nn.Module]) -> Generators:
         """The random generators of one's own that a step may draw from: of ``modules``, and of ``micro_step``."""
-        return generators_within_reach(self.micro_step, modules)
+        return Generators(self.micro_step, modules)
 
     def named_parameters(self, modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
         """The parameters of ``modules``; those that ``model`` lacks are named by the class of their module."""
@@ -98,7 +98,7 @@ class Loop:
         with (
             _searching(),
             without_step_hooks(self.optimizers),
-            restore_on_exit(self.model, self.optimizers, modules, self.generators(modules)) as restore_optimizers,
+            restore_on_exit(self.model, self.optimizers, modules, self.generators(modules).now()) as restore_optimizers,
             only_new_garbage(),
         ):
             free_memory(self.device)  # free the allocator's cache after loading the model

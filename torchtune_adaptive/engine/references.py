@@ -7,7 +7,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ _MOST_ITEMS = 64  # of a list or dict that is looked into; a larger one has data
 _MOST_OBJECTS = 10_000
 _DEPTH = 6  # of references from one object to another
 _WITHOUT_OWN_GENERATORS = frozenset({"torch", "numpy", "random"})  # their global ones are restored anyway
+_CONTAINERS = (dict, list, tuple, set, deque)
 _WITHOUT_METHODS = (type(None), bool, int, float, str, list, dict, tuple, type, types.FunctionType, types.ModuleType)
 
 
@@ -36,7 +37,7 @@ def modules_within_reach(model: nn.Module, function: Callable[..., Any]) -> list
     found = dict.fromkeys(model.modules())
 
     def add(*starts: Any) -> None:
-        for value in _within_reach(*starts, leads_nowhere=_has_no_modules):
+        for value, _ in _within_reach(*starts, leads_nowhere=_has_no_modules):
             if isinstance(value, nn.Module):
                 found.update(dict.fromkeys(value.modules()))
 
@@ -55,20 +56,39 @@ def generators_within_reach(start: Any, modules: Iterable[nn.Module] = ()) -> li
     >>> generators_within_reach(lambda: generator.random()) == [generator]
     True
     """
+    return Generators(start, modules).now()
+
+
+class Generators:
+    """What ``generators_within_reach`` finds, now and later: a program may make a new one in place of another."""
+
+    def __init__(self, start: Any, modules: Iterable[nn.Module] = ()) -> None:
+        modules = list(modules)
+        own = _of_own_classes(modules)
+        forward_passes = list({type(one): one.forward for one in own}.values())
+        found = itertools.chain(
+            _within_reach(start, leads_nowhere=_has_no_generators),
+            _within_reach(*forward_passes[:_MOST_ITEMS], leads_nowhere=_has_no_generators),
+            ((value, one) for one in modules for value in vars(one).values()),
+            _within_reach(*_attributes_of(own), leads_nowhere=_has_no_generators),
+        )
+        pairs = [(one, holder) for one, holder in found if _is_generator(type(one))]
+        self._first = [one for one, _ in pairs]
+        self._holders = list({id(holder): holder for _, holder in pairs if holder is not None}.values())
+
+    def now(self) -> list[Any]:
+        """The generators that were found at first, and those that are now in their places."""
+        found = itertools.chain(self._first, *map(_held_by, self._holders))
+        return list({id(one): one for one in found if _is_generator(type(one))}.values())
+
+
+@cache
+def _is_generator(kind: type) -> bool:
+    """Whether objects of ``kind`` are random generators that have a state."""
     kinds: list[type] = [random.Random, torch.Generator]
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += [numpy.random.Generator, numpy.random.RandomState]
-    modules = list(modules)
-    own = _of_own_classes(modules)
-    forward_passes = list({type(one): one.forward for one in own}.values())
-    found = itertools.chain(
-        _within_reach(start, leads_nowhere=_has_no_generators),
-        _within_reach(*forward_passes[:_MOST_ITEMS], leads_nowhere=_has_no_generators),
-        *(vars(one).values() for one in modules),
-        _within_reach(*_attributes_of(own), leads_nowhere=_has_no_generators),
-    )
-    generators = (one for one in found if isinstance(one, tuple(kinds)))
-    return list({id(one): one for one in generators if not isinstance(one, random.SystemRandom)}.values())
+    return issubclass(kind, tuple(kinds)) and not issubclass(kind, random.SystemRandom)
 
 
 def state_access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
@@ -90,19 +110,19 @@ def _attributes_of(modules: Iterable[nn.Module]) -> list[Any]:
     return [value for one in modules for name, value in vars(one).items() if name not in INTERNAL]
 
 
-def _within_reach(*starts: Any, leads_nowhere: Callable[[Any], bool]) -> Iterator[Any]:
-    """``starts`` and what they refer to, the nearest first. A module is not looked into."""
+def _within_reach(*starts: Any, leads_nowhere: Callable[[Any], bool]) -> Iterator[tuple[Any, Any]]:
+    """``starts`` and what they refer to, the nearest first, each with its holder. A module is not looked into."""
     seen = dict[Any, Any]()
-    waiting = deque[tuple[int, Any]]((0, one) for one in starts)
+    waiting = deque[tuple[int, Any, Any]]((0, one, None) for one in starts)
     while waiting and len(seen) < _MOST_OBJECTS:
-        depth, value = waiting.popleft()
+        depth, value, holder = waiting.popleft()
         key = (id(value.__self__), id(value.__func__)) if isinstance(value, types.MethodType) else id(value)
         if key in seen or leads_nowhere(value):
             continue
         seen[key] = value  # so that no other object gets the same number
-        yield value
+        yield value, holder
         if not isinstance(value, nn.Module) and depth < _DEPTH:
-            waiting += ((depth + 1, one) for one in _referred_to(value))
+            waiting += ((depth + 1, one, value) for one in _referred_to(value))
 
 
 def _has_no_modules(value: Any) -> bool:
@@ -122,27 +142,43 @@ def _is_of_torch(kind: Any) -> bool:
 
 
 def _referred_to(value: Any) -> Iterator[Any]:
-    """What a function, a container or an object refers to."""
+    """What a function, a container or an object refers to: itself, or by its class."""
+    held = _held_by(value)
+    yield from held
     if isinstance(value, types.MethodType):
-        yield from (value.__self__, value.__func__)
         if isinstance(value.__func__, types.FunctionType):
             names = _names_in(value.__func__.__code__)
             yield from _of_classes([value.__self__, *getattr(value.__self__, "__dict__", {}).values()], names)
-    elif isinstance(value, types.BuiltinMethodType):  # such as the method `random` of a generator
-        yield value.__self__
-    elif isinstance(value, partial):
-        yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.FunctionType):
-        names = _names_in(value.__code__)
-        found = [*(value.__defaults__ or ()), *_variables_around(value), *_named_in(value.__globals__, names)]
-        yield from found
-        yield from _of_classes(found, names)
-    elif isinstance(value, dict | list | tuple | set | deque):
-        if len(value) <= _MOST_ITEMS:
-            yield from value.values() if isinstance(value, dict) else value
-    elif hasattr(value, "__dict__"):
-        yield from list(vars(value).values())
+        yield from _of_classes(held, _names_in(value.__code__))
+    elif not isinstance(value, (partial, types.BuiltinMethodType, *_CONTAINERS)):
         yield from _of_classes([value], ["__call__"])
+
+
+def _held_by(value: Any) -> list[Any]:
+    """What a function, a container or an object itself refers to, now."""
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, types.BuiltinMethodType):  # such as the method `random` of a generator
+        return [value.__self__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.FunctionType):
+        named = _named_in(value.__globals__, _names_in(value.__code__))
+        return [*(value.__defaults__ or ()), *_variables_around(value), *named]
+    if isinstance(value, _CONTAINERS):
+        if len(value) > _MOST_ITEMS:
+            return []
+        return list(value.values() if isinstance(value, dict) else value)
+    return [*getattr(value, "__dict__", {}).values(), *_in_slots(value)]
+
+
+def _in_slots(value: Any) -> Iterator[Any]:
+    """The attributes of ``value`` that are in slots."""
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            yield getattr(value, name, None)
 
 
 def _variables_around(function: types.FunctionType) -> Iterator[Any]:

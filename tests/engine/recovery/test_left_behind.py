@@ -404,11 +404,12 @@ def test_recovery_anywhere_in_a_micro_step_equals_a_loop_by_hand(case: str, fail
     assert place > 12
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_neither_a_dry_run_nor_a_search_changes_what_follows(case: str) -> None:
-    expected = Training(*CASES[case]).by_hand([LARGE] * STEPS)
-    assert same_bits(Training(*CASES[case]).recovered(Fault(None), failing=0)[0], expected)
-    searched = Training(*CASES[case])
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("case", [*CASES.values(), (lambda: torch.jit.script(nn.Linear(WIDTH, WIDTH)), plain)])
+def test_neither_a_dry_run_nor_a_search_changes_what_follows(case: Any) -> None:
+    expected = Training(*case).by_hand([LARGE] * STEPS)
+    assert same_bits(Training(*case).recovered(Fault(None), failing=0)[0], expected)
+    searched = Training(*case)
     searched.search()
     assert same_bits(searched.by_hand([LARGE] * STEPS), expected)
 
@@ -490,24 +491,57 @@ def test_activations_that_a_module_keeps_do_not_outlive_the_next_forward_pass() 
     assert not alive[0]
 
 
-def test_gradients_of_samples_are_those_of_one_pass() -> None:
-    """As in split learning, where samples are activations of another model."""
+@pytest.mark.parametrize("needs_gradients", [True, False])
+def test_gradients_of_samples_are_those_of_one_pass(needs_gradients: bool) -> None:
+    """As in split learning, where samples are activations of another model, and of adversarial samples."""
 
     def gradient(fault: Fault) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Linear(WIDTH, 1)
-        samples = growing_rows(0).requires_grad_()
+        samples = [one.requires_grad_(needs_gradients) for one in growing_rows(0)]
 
-        def micro_step(rows: Rows) -> None:
-            model(rows).square().sum().backward()
+        def micro_step(samples: list[Rows]) -> None:
+            model(torch.stack([one.requires_grad_() for one in samples])).square().sum().backward()
 
         step = RecoverableStep(model, micro_step, micro_batch_size=LARGE, on_event=lambda _: None)
         step.dry_run(samples)
         wrap_micro_steps(step, partial(under, {1: fault}))
         step(samples)
-        assert samples.grad is not None
-        return samples.grad
+        return torch.stack([one.grad for one in samples if one.grad is not None])
 
     fault = Fault(0)
     torch.testing.assert_close(gradient(fault), gradient(Fault(None)))
     assert fault.has_struck
+
+
+def test_generators_and_buffers_that_come_after_the_dry_run_are_restored() -> None:
+    """A generator for each step, as of ``set_epoch``, and the average of a layer of torch's, by a hook."""
+
+    def trained(sizes: list[int] | None) -> list[float]:
+        torch.manual_seed(0)
+        model, found = nn.Linear(WIDTH, 2), []
+        generator = torch.Generator()
+
+        def follow(layer: nn.Module, given: tuple[Rows], _: Rows) -> None:
+            layer.mean.mul_(0.5).add_(given[0].mean())  # pyright: ignore[reportCallIssue]
+
+        def micro_step(rows: Rows) -> torch.Tensor:
+            loss = model(rows + torch.randn(rows.shape, generator=generator)).square().sum()
+            loss.backward()
+            return loss.detach()
+
+        step = RecoverableStep(model, micro_step, micro_batch_size=LARGE, on_event=lambda _: None)
+        for number in range(3):
+            generator = torch.Generator().manual_seed(number)
+            if sizes is None:
+                wrap_micro_steps(step, partial(under, {1: Fault(3)} if number == 2 else {}))
+                found.append(step(growing_rows(number)).item())
+            else:
+                found.append(sum(map(micro_step, growing_rows(number).split(sizes[number]))).item())  # pyright: ignore
+            model.zero_grad()
+            if number == 0:
+                model.register_buffer("mean", torch.zeros(()))
+                model.register_forward_hook(follow)
+        return [*found, float(model.mean)]
+
+    assert trained(None) == trained([LARGE, LARGE, SMALL])

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -518,6 +519,42 @@ def test_what_it_leaves_for_all_that_follow_is_refused_unless_it_is_removed_afte
     RecoverableStep(model, partial(loss_of, is_removed=True), micro_batch_size=4).dry_run(ROWS)
     with pytest.raises(CannotRecoverError, match="a micro-step that ends halfway changes the next one: it leaves"):
         RecoverableStep(model, partial(loss_of, is_removed=False), micro_batch_size=4).dry_run(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: torch.randn(24), "draws random numbers"),
+        (lambda: np.random.default_rng(0), "makes a random generator"),
+    ],
+)
+def test_what_only_the_first_micro_step_makes_is_refused_where_it_would_stay(
+    make: Callable[[], Any], what: str
+) -> None:
+    """Its random numbers were fixed, and its generator has moved on."""
+    kept: list[Any] = []
+
+    def at_first(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        if not kept:
+            kept.append(make())
+        offset = torch.as_tensor(kept[0] if isinstance(kept[0], torch.Tensor) else kept[0].random(24))
+        return total_loss(model, rows + offset[: rows.shape[1]].to(rows.dtype))
+
+    with pytest.raises(CannotRecoverError, match=f"the first micro-step {what}, which it keeps outside of the model"):
+        step_of(net(), at_first)(ROWS)
+    step_of(net(), at_first)(ROWS)  # they are there
+
+
+def test_a_generator_that_each_micro_step_makes_is_no_harm() -> None:
+    holder = SimpleNamespace()
+
+    def seeded(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        holder.generator = torch.Generator().manual_seed(3)
+        return total_loss(model, rows + torch.randn(rows.shape[1], generator=holder.generator))
+
+    step = step_of(net(), seeded)
+    step(ROWS)
+    assert step.recovers
 
 
 def test_a_micro_step_that_skips_a_batch_without_memory_is_refused_but_not_one_that_tries_again() -> None:

@@ -60,10 +60,15 @@ def tensor_places(modules: Sequence[nn.Module]) -> list[TensorPlace]:
 
     Also those of attributes that are None: a step may put its first tensor there.
     """
-    places = [TensorPlace(module._buffers, name, True) for module in modules for name in module._buffers]
+    places = [TensorPlace(buffers, name, True) for buffers in map(_buffers_of, modules) for name in buffers]
     holders = (vars(module) for module in modules if not _changes_nothing(module))
     found = ((one, name) for one in holders for name, value in one.items() if value is None or _can_be_set(value))
     return places + [TensorPlace(holder, name, False) for holder, name in found if name not in INTERNAL]
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Any]:
+    """The buffers of ``module``; a scripted one has no dict of them, and keeps its tensors."""
+    return module._buffers if isinstance(module._buffers, dict) else dict(module._buffers.items())
 
 
 def _changes_nothing(module: nn.Module) -> bool:

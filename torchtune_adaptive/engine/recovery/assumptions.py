@@ -1,6 +1,7 @@
 """What a dry run assumes of a model, and whether it still holds."""
 
 import itertools
+from operator import methodcaller
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,11 +23,15 @@ class Assumptions:
         self._modules = _with_tensors(self._model)
         self._children = [one._modules for one in self._model.modules()]
         self._all_children = self._present_children()
+        self._buffers = [one._buffers for one in self._model.modules()]
+        self._num_buffers = list(map(len, self._buffers))
 
     def broken(self) -> str:
         """Which assumption no longer holds on this rank, as part of a sentence, or ""."""
         if self._present_children() != self._all_children and _with_tensors(self._model) != self._modules:
             return "modules were added or removed"  # the dry run has not seen their buffers
+        if list(map(len, self._buffers)) != self._num_buffers:
+            return "buffers were added or removed"
         if any(parameter.requires_grad is not was for parameter, was in self._is_trained.items()):
             return "parameters were frozen or unfrozen"  # other collectives reduce gradients
         if any(module.training is not was for module, was in self._batch_norms):
@@ -40,7 +45,7 @@ class Assumptions:
         return any(is_trained and parameter.grad is not None for parameter, is_trained in self._is_trained.items())
 
     def _present_children(self) -> list[nn.Module | None]:
-        return list(itertools.chain.from_iterable(map(dict.values, self._children)))
+        return list(itertools.chain.from_iterable(map(methodcaller("values"), self._children)))  # also of scripted ones
 
 
 def _with_tensors(model: nn.Module) -> list[nn.Module]:

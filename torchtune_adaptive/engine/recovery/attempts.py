@@ -33,6 +33,7 @@ from torchtune_adaptive.engine.memory.out_of_memory import (
     is_out_of_memory_in_collective,
 )
 from torchtune_adaptive.engine.recovery.micro_steps import collectives_of
+from torchtune_adaptive.engine.references import Generators
 from torchtune_adaptive.errors import reason_of
 
 log = logging.getLogger(__name__)
@@ -75,10 +76,10 @@ class Recovery:
     ledger: Ledger
     buffers: Sequence[TensorPlace]
     modules: Sequence[nn.Module]
-    generators: Sequence[Any]
+    generators: Generators
 
     def __post_init__(self) -> None:
-        self._random_states = RandomStates(self.loop.device, self.generators)
+        self._random_states = RandomStates(self.loop.device, self.generators.now())
         self._kept: KeptBuffers | None = None
         self._attributes = KeptAttributes(self.modules, self.buffers)
         self._states = fsdp_states(self.loop.model)
@@ -98,7 +99,7 @@ class Recovery:
         """
         self._reset_if_interrupted()
         self.ledger.start_step()
-        self._random_states = RandomStates(self.loop.device, self.generators)
+        self._random_states = RandomStates(self.loop.device, self.generators.now())
         self._kept = KeptBuffers(self.buffers) if self._kept is None else self._kept.renewed()
         self._attributes.save()
         self._settings = KeptSettings(self._states)

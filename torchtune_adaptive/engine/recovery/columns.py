@@ -131,22 +131,24 @@ def was_changed(given: Any, original: Any, *, has_own_names: bool = True) -> boo
 class TensorsBefore:
     """The tensors of samples as they were before a step, which may have to run again.
 
-    Some may get gradients, as samples do in split learning.
+    Some may get gradients, as samples do in split learning, or once a micro-step has asked for them.
     """
 
     def __init__(self, samples: Any) -> None:
         tensors = [one for one in leaves(samples) if isinstance(one, torch.Tensor)]
         self._versions = [(one, one._version) for one in tensors if not one.is_inference()]
-        trained = (one for one in tensors if one.requires_grad and one.is_leaf)
-        self._gradients = [(one, None if one.grad is None else one.grad.clone()) for one in trained]
+        own = ((one, one.requires_grad, one.grad) for one in tensors if one.is_leaf)
+        self._gradients = [(one, needs, None if grad is None else grad.clone()) for one, needs, grad in own]
 
     def were_changed(self) -> bool:
         """Whether one of them has been changed in place since then."""
         return any(tensor._version != version for tensor, version in self._versions)
 
     def restore_gradients(self) -> None:
-        for tensor, gradient in self._gradients:
+        for tensor, needs_gradient, gradient in self._gradients:
             tensor.grad = None if gradient is None else gradient.clone()
+            if tensor.requires_grad is not needs_gradient:
+                tensor.requires_grad_(needs_gradient)
 
 
 def is_column(value: Any) -> bool:

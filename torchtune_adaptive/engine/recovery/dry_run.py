@@ -4,10 +4,11 @@ import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
+from torch.jit import ScriptModule as _Scripted
 
 from torchtune_adaptive.engine.distributed.snapshot import UnchangedParameters
 from torchtune_adaptive.engine.distributed.vote import PeerFailedError
@@ -117,11 +118,15 @@ class _Trials:
         self._loop = loop
         self._runs = runs
         self._new = partial(
-            Trial, loop, generators=runs.generators, has_earlier=runs.repeats, compares_results=compares_results
+            Trial, loop, generators=runs.generators.now(), has_earlier=runs.repeats, compares_results=compares_results
         )
         # A micro-step may change parameters in a way that no operation of torch shows.
         self._unchanged = UnchangedParameters(loop.named_parameters(runs.modules))
         self._names = _names_of_tensors(loop.model)
+        self._generators = self._generators_within_reach()
+        self._first: Trial | None = None
+        # Code that is compiled in its first runs may then draw random numbers in another way, and catch errors.
+        self._is_compiled = is_compiled(loop.model) or any(isinstance(one, _Scripted) for one in loop.model.modules())
 
     def run(self, micro_steps: MicroSteps, *, keeps_gradients: bool) -> Found | None:
         """Run ``micro_steps``: on one sample, on another one, and on both; or fewer, of which nothing is known.
@@ -131,6 +136,7 @@ class _Trials:
         """
         self._micro_steps, self._keeps_gradients = micro_steps, keeps_gradients
         self._trial = self._new(keeps_gradients=keeps_gradients)
+        self._first = self._first or self._trial
         try:
             return self._runs.run(micro_steps, keeps_gradients=keeps_gradients, trial=self._trial)
         except Exception as error:
@@ -147,13 +153,14 @@ class _Trials:
 
         Raises:
             CannotRecoverError: a micro-step that ends halfway leaves something that is not undone; or micro-steps have
-                built a layer, with random numbers that were fixed.
+                built a layer, with random numbers that were fixed, or keep such numbers or a generator.
             InputError: a micro-step has changed a parameter.
         """
         consensus = self._loop.consensus
         added = (name for name in _names_of_tensors(self._loop.model) if name not in self._names)
         if built := consensus.first_reason(next(added, "")):
             raise cannot_recover(f"a micro-step adds `{built}` to the model: build it before, by one forward pass")
+        once_more = None if self._is_compiled else self._try_what_is_made_at_first()
         verdict = Verdict() if len(self._micro_steps) < 3 else self._trial.verdict()
         if verdict.may_be_random and self._is_random():
             verdict = self._trial.random_verdict()
@@ -162,8 +169,8 @@ class _Trials:
             if self._runs.run(self._micro_steps, keeps_gradients=self._keeps_gradients, trial=again) is not None:
                 of_constant = again.verdict()
                 verdict = verdict if of_constant.factor is None else of_constant
-        if verdict.factor is not None and not is_compiled(self._loop.model):
-            self._check_undone()
+        if verdict.factor is not None and not self._is_compiled:
+            self._check_undone(once_more)
         if changed := consensus.first_reason(self._unchanged.first_changed()):
             raise InputError(f"A micro-step has changed the parameter `{changed}`: load the model again.")
         return verdict
@@ -181,8 +188,29 @@ class _Trials:
         trial = self._new(seed=seed)
         return None if self._runs.run(micro_steps, trial=trial, only_last=True) is None else trial
 
-    def _check_undone(self) -> None:
-        """Check that a micro-step has the same gradients again after it has ended halfway.
+    def _try_what_is_made_at_first(self) -> Trial | None:
+        """The trial of the first micro-step once more, if it fits, which shows what only the first time has made.
+
+        Raises:
+            CannotRecoverError: random numbers, which were fixed, or a generator, which was not restored. Raised on
+                every rank.
+        """
+        made = self._generators_within_reach() - self._generators
+        again = self._try_again(self._micro_steps[:1])
+        what = "makes a random generator" if made & self._generators_within_reach() else ""
+        if again is not None and self._first is not None and self._first.draws_more_than(again):
+            what = "draws random numbers"
+        if what := self._loop.consensus.first_reason(what):
+            raise cannot_recover(
+                f"the first micro-step {what}, which it keeps outside of the model: do that before the first step"
+            )
+        return again
+
+    def _generators_within_reach(self) -> set[Any]:
+        return {*self._loop.generators(self._runs.modules).now()}
+
+    def _check_undone(self, before: Trial | None) -> None:
+        """Check that a micro-step has the same gradients as ``before`` after it has ended halfway.
 
         What it leaves in an object outside of the model is not undone.
 
@@ -190,7 +218,7 @@ class _Trials:
             CannotRecoverError: it has other gradients, or fails. Raised on every rank.
         """
         consensus = self._loop.consensus
-        before, again, failure = self._try_again(self._micro_steps[:1]), None, ""
+        again, failure = None, ""
         try:
             self._end_halfway(before)
             again = self._try_again(self._micro_steps[:1])

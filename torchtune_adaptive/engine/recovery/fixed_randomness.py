@@ -24,12 +24,14 @@ class FixedRandomness(OperationMode):
 
     Attributes:
         dtypes: the floating types of all results.
+        draws: how many results it has filled.
     """
 
     def __init__(self, *, is_constant: bool = False) -> None:
         super().__init__()
         self._is_constant = is_constant
         self.dtypes: set[torch.dtype] = set()
+        self.draws = 0
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place, is_random = _kind(func)
@@ -61,6 +63,7 @@ class FixedRandomness(OperationMode):
             with _disable_current_modes(), torch.no_grad():
                 spread = _spread(result[(slice(0, 1),) * result.ndim] if self._is_constant else result)
                 result.copy_(values(spread, given))
+            self.draws += 1
         return result
 
 

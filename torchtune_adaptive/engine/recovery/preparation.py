@@ -119,7 +119,8 @@ class Preparation:
         self._has_warned = True
         if self._loop.consensus.rank == 0:
             log.warning(
-                "It is not known whether samples may be cut into micro-batches, because %s: the loss must be a sum.",
+                "It is not known whether samples may be cut into micro-batches, because %s: the loss must be a sum, and"
+                " a micro-step must not depend on earlier ones.",
                 "a micro-step draws random numbers that cannot be fixed, or depends on what earlier ones have left"
                 " outside of the model"
                 if is_random

@@ -158,7 +158,7 @@ class RecordedRuns:
         with Copies(one.tensor for one in places if one.tensor is not None) as copies:
             buffers = KeptBuffers(places, copies)
             try:
-                with keep_random_states(self.generators):
+                with keep_random_states(self.generators.now()):
                     outcome = run_or_abort_together(run_and_record, consensus)
             except Exception:
                 settings.restore()

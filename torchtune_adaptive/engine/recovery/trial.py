@@ -95,6 +95,7 @@ class Trial:
         self._left: list[torch.Tensor] = []  # those that are there after each micro-step
         self._before: Any = 0  # those of all gradients before the next one
         self._results: list[Any] = []
+        self._draws: list[int] = []  # of random numbers, by each micro-step
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
@@ -119,7 +120,9 @@ class Trial:
                     seed_everything(self.seed, self.generators)
                 stack.enter_context(self._randomness)
                 stack.enter_context(_Guard(_kept_tensors(self.loop.model, self.loop.optimizers)))
+                before = self._randomness.draws
                 yield
+                self._draws.append(self._randomness.draws - before)
         finally:
             states.restore()
         for name, parameter in self.loop.model.named_parameters():
@@ -180,6 +183,10 @@ class Trial:
         if reason := consensus.first_reason(_why_no_sum(*self._results, factor=verdict.factor, tolerance=tolerance)):
             raise ResultsError(f"{reason}.")
         return verdict
+
+    def draws_more_than(self, other: "Trial") -> bool:
+        """Whether the first micro-step has drawn more random numbers than that of ``other``. A collective."""
+        return self.loop.consensus.any_rank(self._draws[:1] > other._draws[:1])
 
     def random_verdict(self) -> Verdict:
         """The verdict on micro-steps that draw random numbers, whose gradients cannot be compared. A collective."""
