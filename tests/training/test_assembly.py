@@ -289,12 +289,13 @@ def test_a_loss_of_the_users_own_that_mixes_rows_is_never_cut(tmp_path: Path, ca
 
 
 def test_distillation_by_torchtunes_keys_is_the_same_after_an_out_of_memory_error(tmp_path: Path) -> None:
-    """torchtune sums means of micro-batches: each half of one counts as a half."""
+    """torchtune sums means of micro-batches: each part of one counts by its tokens."""
     steps = {}
     for name in ("usual", "halved"):
         recipe = Recipe(tmp_path / name)
         teacher = TinyModel()
-        dataset: Any = [{"tokens": [number + 1] * 4, "labels": [number + 1] * 4} for number in range(4)]
+        rows = [[number + 1] * length for number, length in enumerate((8, 2, 3, 4))]
+        dataset: Any = [{"tokens": row, "labels": row} for row in rows]
         losses = nn.CrossEntropyLoss(ignore_index=IGNORED), ForwardKLLoss(ignore_index=IGNORED)
         objective = Distillation(recipe.model, teacher, *losses, ratio=0.5, means_add_up=True)
         step = replace(recipe.parts.step, models=[recipe.model, teacher], objective=objective)

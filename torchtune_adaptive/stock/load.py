@@ -117,12 +117,17 @@ def keeping_magnitudes() -> Iterator[None]:
 def with_samples(data: Any) -> Any:
     """``data``, which is a data loader, or a sampler and a data loader.
 
+    Samples that do not fill a batch are dropped, also in distillation on several ranks, where torchtune trains on them:
+    its learning rate schedule would have other steps than ours.
+
     Raises:
         InputError: there are no samples, with which torchtune would end at once.
     """
     loader = data[-1] if isinstance(data, tuple) else data
     if len(loader.dataset) == 0:
         raise InputError("`dataset` has no samples.")
+    if getattr(loader, "batch_sampler", None) is not None:
+        loader.batch_sampler.drop_last = True
     return data
 
 

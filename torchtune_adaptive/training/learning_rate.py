@@ -102,6 +102,8 @@ class LearningRate:
             # Schedulers other than LambdaLR may compute a rate from the last one, so each step is replayed.
             replayed = 0 if isinstance(self.scheduler, LambdaLR) else done
             self.scheduler = self.build(self.total_epochs * self.schedule_steps, done - replayed - 1)
+            if isinstance(self.scheduler, LambdaLR):
+                replayed = done - self.scheduler.last_epoch  # 0, unless a builder of one's own ignores `last_epoch`
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that the optimizer has not stepped
                 for _ in range(replayed):

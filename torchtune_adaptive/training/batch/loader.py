@@ -30,6 +30,7 @@ class StepSamples:
         ranks: number of ranks with different samples.
         measured: whether the gradient norm of a small batch is measured, which is the first half.
         rows_per_micro_step: of torchtune's micro-step, by the config; None where the config has only a global batch.
+        shares: of each row in its micro-step; None where they are not known.
     """
 
     rows: list[Row]
@@ -37,6 +38,7 @@ class StepSamples:
     ranks: int
     measured: bool = False
     rows_per_micro_step: int | None = None
+    shares: list[float] | None = None
 
     @property
     def largest_share(self) -> int:
@@ -51,9 +53,13 @@ class StepSamples:
         ((2, 4), (1, 2))
         """
         middle, small = (len(self.rows) + 1) // 2, small_samples(self.num_samples, ranks=self.ranks)
+        first, rest = (
+            (self.rows[part], None if self.shares is None else self.shares[part])
+            for part in (slice(middle), slice(middle, None))
+        )
         return (
-            replace(self, rows=self.rows[:middle], num_samples=small, measured=False),
-            replace(self, rows=self.rows[middle:], num_samples=self.num_samples - small, measured=False),
+            replace(self, rows=first[0], shares=first[1], num_samples=small, measured=False),
+            replace(self, rows=rest[0], shares=rest[1], num_samples=self.num_samples - small, measured=False),
         )
 
 

@@ -19,7 +19,7 @@ class MicroBatch:
     """The rows of one micro-step. In measured steps, the first ones form the small batch, which ends with the last.
 
     Attributes:
-        share: of the rows of torchtune's micro-step; below 1 where that is cut, 0 for a row that does not count.
+        share: of the targets of torchtune's micro-step; below 1 where that is cut, 0 for a row that does not count.
     """
 
     rows: Sequence[Row]
@@ -96,6 +96,7 @@ class MicroBatcher:
         it.
         """
         self.step_tokens = (0, 0)
+        samples = replace(samples, shares=self._shares(samples))
         if not _is_halved(samples):
             return self._micro_batches(samples)
         small, rest = map(self._micro_batches, samples.halves())
@@ -185,16 +186,26 @@ class MicroBatcher:
     def _step_limit(self) -> MicroBatchLimit:
         return self.limit if self._first_size is None else replace(self.largest, size=self._first_size)
 
+    def _shares(self, samples: StepSamples) -> list[float] | None:
+        """The share of each row in the mean loss of torchtune's micro-step; None where that is not cut or not known."""
+        whole, rows = samples.rows_per_micro_step, samples.rows
+        if whole is None or (self.size >= whole and self.unit == RowLimit.unit and not _is_halved(samples)):
+            return None
+        shares: list[float] = []
+        for start in range(0, len(rows), whole):
+            counts = [self.row_format.num_targets(row) for row in rows[start : start + whole]]
+            shares += [len(counts) / whole * count / max(sum(counts), 1) for count in counts]
+        return shares
+
     def _micro_batches(self, samples: StepSamples) -> list[MicroBatch]:
-        whole = samples.rows_per_micro_step
         return [
-            MicroBatch(rows, 1.0 if whole is None else len(rows) / whole)
-            if rows
+            MicroBatch([samples.rows[index] for index in cut], _share(cut, samples))
+            if cut
             else MicroBatch([self.row_format.masked(self.dataset[0])], share=0.0)
-            for rows in self._cut(samples)
+            for cut in self._cut(samples)
         ]
 
-    def _cut(self, samples: StepSamples) -> list[list[Row]]:
+    def _cut(self, samples: StepSamples) -> list[list[int]]:
         limit, rows = self._step_limit, samples.rows
         lengths = self._lengths(rows)
         cuts = limit.cut(lengths)
@@ -206,7 +217,7 @@ class MicroBatcher:
         own = sum(map(self.row_format.own_tokens, rows))
         padded = sum(len(one) * max(lengths[index] for index in one) for one in cuts if one)
         self.step_tokens = (self.step_tokens[0] + own, self.step_tokens[1] + padded)
-        return [[rows[index] for index in one] for one in cuts]
+        return cuts
 
     def _lengths(self, rows: Sequence[Row]) -> list[int]:
         return [self.row_format.padded_tokens(row) for row in rows]
@@ -214,6 +225,12 @@ class MicroBatcher:
 
 def _rows_of(samples: Sequence[Row] | StepSamples) -> Sequence[Row]:
     return samples.rows if isinstance(samples, StepSamples) else samples
+
+
+def _share(cut: Sequence[int], samples: StepSamples) -> float:
+    """The share of the rows of ``cut``. Without a target it is that of rows: a `collate_fn` may make other labels."""
+    share = 0.0 if samples.shares is None else sum(samples.shares[index] for index in cut)
+    return share or (1.0 if samples.rows_per_micro_step is None else len(cut) / samples.rows_per_micro_step)
 
 
 def _is_halved(samples: StepSamples) -> bool:

@@ -46,6 +46,10 @@ class RowFormat(ABC):
         """Tokens of the sample without padding."""
         return self.num_tokens(row)
 
+    def num_targets(self, row: Row) -> int:
+        """The weight of the sample in a mean loss."""
+        return 1
+
     @abstractmethod
     def stretched(self, row: Row, length: int) -> Row:
         """The sample repeated or truncated to ``length`` tokens, all of which count in the loss."""
@@ -165,6 +169,9 @@ class TokenRows(RowFormat):
 
     def num_tokens(self, row: Row) -> int:
         return len(row["tokens"])
+
+    def num_targets(self, row: Row) -> int:
+        return int(np.count_nonzero(np.asarray(row["labels"][1:]) != self._ignore_index))
 
     def stretched(self, row: Row, length: int) -> Row:
         tokens, labels = row["tokens"], row["labels"]
