@@ -73,7 +73,7 @@ class AdaptiveSettings:
     ] = None
     memory_limit_bytes: Annotated[
         int | None,
-        "memory of a rank, in search and training (PPO: search); null: all of a GPU (a search on a CPU needs a limit)",
+        "memory of a rank in search and training (PPO: search); null: what a GPU has free (a CPU search needs a limit)",
     ] = None
     margin: Annotated[float, "fraction of that memory that a search keeps free"] = SearchOptions.margin
     seq_len: Annotated[int | None, "tokens per row of a search's test steps; null: the longest row there can be"] = None

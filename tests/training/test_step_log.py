@@ -102,23 +102,24 @@ def test_host_memory_is_anonymous_memory_as_the_system_counts_it(monkeypatch: py
 def test_host_memory_is_not_logged_where_the_system_does_not_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_log, "anonymous_bytes", lambda: None)
     parts = Parts()
-    parts.log().write(1, RESULT, epoch=0, seconds=1.0)
+    parts.log().write(1, RESULT, samples=4, epoch=0, seconds=1.0)
     assert "host_memory_bytes" not in parts.logger.steps[1]
 
 
 def test_a_global_batch_in_tokens_is_logged_by_its_own_names() -> None:
     parts = Parts(TokenLimit(4096), is_global=True)
-    parts.log().write(1, RESULT, epoch=0, seconds=1.0)
+    parts.log().write(1, RESULT, samples=4, epoch=0, seconds=1.0)
     assert set(parts.logger.steps[1]) == ALWAYS | {"max_tokens_per_micro_batch"}
     assert parts.logger.steps[1]["max_tokens_per_micro_batch"] == 4096
 
 
-def test_every_nth_step_is_logged_with_the_padding_of_all_steps_since_the_last() -> None:
+def test_every_nth_step_is_logged_with_its_own_samples_and_the_padding_of_all_steps_since_the_last() -> None:
     parts = Parts()
     log = parts.log(every_steps=3)
     for step, tokens in enumerate([10, 10, 40, 10, 20, 30], start=1):
         parts.set_padding(tokens)
-        log.write(step, RESULT, epoch=0, seconds=1.0)
+        log.write(step, RESULT, samples=64 + step, epoch=0, seconds=1.0)
+    assert {step: logged["global_batch_size"] for step, logged in parts.logger.steps.items()} == {3: 67, 6: 70}
     assert {step: logged["padding"] for step, logged in parts.logger.steps.items()} == {3: 0.5, 6: 0.5}
 
 
@@ -128,7 +129,7 @@ def test_utilisation_is_that_of_the_tokens_that_are_no_padding(caplog: pytest.Lo
     log = parts.log(every_steps=2)
     for step, (tokens, seconds) in enumerate([(1000, 1.0), (5000, 1.0)], start=1):
         parts.micro_batches.step_tokens = (tokens, 8000)
-        log.write(step, RESULT, epoch=0, seconds=seconds)
+        log.write(step, RESULT, samples=4, epoch=0, seconds=seconds)
     assert parts.logger.steps[2]["mfu"] == pytest.approx(0.3)
     log.finish("complete", step=2, epochs_run=1)
     assert "18.0% of the card's 100 TFLOPS" in caplog.text
@@ -137,7 +138,7 @@ def test_utilisation_is_that_of_the_tokens_that_are_no_padding(caplog: pytest.Lo
 def test_other_ranks_log_nothing_and_name_no_odd_step(caplog: pytest.LogCaptureFixture) -> None:
     parts = Parts()
     silent = parts.log(writes=False)
-    silent.write(1, replace(RESULT, loss=math.nan, weight=0.0), epoch=0, seconds=1.0)
+    silent.write(1, replace(RESULT, loss=math.nan, weight=0.0), samples=4, epoch=0, seconds=1.0)
     assert (silent.writes, parts.log().writes) == (False, True)
     assert (parts.logger.steps, caplog.messages) == ({}, [])
 
@@ -151,7 +152,7 @@ def test_a_meters_peak_is_the_highest_so_far() -> None:
     for step, size in enumerate([5000, 900, 800, 700], start=1):
         with meter:
             torch.empty(size, dtype=torch.uint8)
-        log.write(step, RESULT, epoch=0, seconds=1.0)
+        log.write(step, RESULT, samples=4, epoch=0, seconds=1.0)
     assert {step: logged["peak_memory_bytes"] for step, logged in parts.logger.steps.items()} == {2: 5100, 4: 5100}
 
 
@@ -162,7 +163,7 @@ def test_the_devices_own_memory_statistics_are_logged_if_asked_for(monkeypatch: 
 
     monkeypatch.setattr(training, "get_memory_stats", get_memory_stats)
     parts = Parts()
-    parts.log(device=torch.device("cpu")).write(1, RESULT, epoch=0, seconds=1.0)
+    parts.log(device=torch.device("cpu")).write(1, RESULT, samples=4, epoch=0, seconds=1.0)
     assert parts.logger.steps[1]["peak_memory_active"] == "of cpu"
 
 
@@ -174,10 +175,10 @@ def test_events_are_written_once_each_with_the_figures_of_the_shortage(tmp_path:
     parts.finished += [(Path("x/step_3"), 3)]
     log = parts.log(every_steps=100)
     for step in (7, 8):
-        log.write(step, RESULT, epoch=0, seconds=1.0)
+        log.write(step, RESULT, samples=4, epoch=0, seconds=1.0)
     parts.finished += [(Path("x/step_9"), 9), (Path("x/epoch_0"), 9)]
     parts.recoverable.events += (replace(EVENT, step=10, pressure=MemoryPressure.THRASHING, error=None),)
-    log.write(9, RESULT, epoch=0, seconds=1.0)
+    log.write(9, RESULT, samples=4, epoch=0, seconds=1.0)
     _, first, *others = lines_in(tmp_path)
     assert first == {
         "event": "out of memory",
@@ -207,7 +208,7 @@ def odd_run(parts: Parts, results: dict[int, StepResult], folder: Path, **option
     parts.run_log.begin(step=0)
     log = parts.log(every_steps=100, **options)
     for step in range(1, 7):
-        log.write(step, results.get(step, RESULT), epoch=0, seconds=1.0)
+        log.write(step, results.get(step, RESULT), samples=4, epoch=0, seconds=1.0)
         (folder / f"step_{step}").mkdir(exist_ok=True)
         parts.finished.append((folder / f"step_{step}", step))
 

@@ -32,7 +32,7 @@ class AdaptiveConfig:
     at most all rows of a rank and step, found before the first step."""
 
     memory_limit: str | None = None
-    """Memory that a rank may use in its micro-steps, such as 60GiB. None: what the device has."""
+    """Memory that a rank may use in its micro-steps, such as 60GiB. None: what the device has free."""
 
 
 class AdaptiveTrainer(Trainer):

@@ -111,8 +111,10 @@ class StepLog:
         """Whether this rank logs."""
         return self.metric_logger is not None
 
-    def write(self, step: int, result: StepResult, *, epoch: int, seconds: float) -> None:
+    def write(self, step: int, result: StepResult, *, samples: int, epoch: int, seconds: float) -> None:
         """Log ``result`` of step number ``step``, from 1, which took ``seconds``, if this rank logs this step.
+
+        ``samples``: over all ranks; the first step of an epoch also has what torchtune's accumulation left over.
 
         The meter's peak covers all steps so far, and the share of padding those since the last logged one.
         """
@@ -133,7 +135,7 @@ class StepLog:
         self._seconds += seconds
         if step % self.every_steps:
             return
-        figures = self._figures(result, seconds=seconds)
+        figures = self._figures(result, samples=samples, seconds=seconds)
         self.metric_logger.log_dict(figures, step=step)
         self.run_log.append(step=step, epoch=epoch, seconds=seconds, **figures)
 
@@ -152,13 +154,13 @@ class StepLog:
             metrics=self.logs,
         )
 
-    def _figures(self, result: StepResult, *, seconds: float) -> dict[str, Any]:
+    def _figures(self, result: StepResult, *, samples: int, seconds: float) -> dict[str, Any]:
         limit = self.micro_batches.limit
         figures: dict[str, Any] = {
             "loss": result.loss,
             "lr": get_lr(self.step.policy.optimizers[0]),
             "tokens_per_second_per_gpu": result.num_tokens / (seconds * self.ranks),
-            "global_batch_size": self.loader.samples_per_step,
+            "global_batch_size": samples,
             limit.key: limit.size,
             "padding": self.micro_batches.take_padding(),
             "oom_retries": self.recoverable.retries,

@@ -139,7 +139,7 @@ class Trainer:
                 seconds = waited_seconds + time.perf_counter() - began
                 progress.update(1)
                 progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {result.loss}")
-                self.step_log.write(self.global_step, result, epoch=epoch, seconds=seconds)
+                self.step_log.write(self.global_step, result, samples=samples.num_samples, epoch=epoch, seconds=seconds)
                 self.profiler.end_step(epoch, step)
                 self.saver.after_step(epochs_run=epoch, step=self.global_step, stop=result.stop)
                 asked = time.perf_counter()  # a step includes the wait for its samples
