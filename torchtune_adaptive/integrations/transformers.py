@@ -54,8 +54,8 @@ class AdaptiveTrainerMixin(_Trainer):
         micro_batch_size: samples per micro-batch, the same on every rank. None: as many as fit, at most those of an
             optimizer step; a search before the first step finds out. A micro-batch has samples of several batches only
             if a trial shows that this changes no more than rounding.
-        memory_limit: memory that this rank may use, in bytes or as text such as "80GiB". None: what the device has free. A
-            CPU needs one for a search.
+        memory_limit: memory that this rank may use, in bytes or as text such as "80GiB". None: what the device has
+            free. A CPU needs one for a search.
         speed: "auto": among the sizes that fit, with gradient checkpointing as it is, without, and in some or all
             layers, take what trains fastest, by the steps of the first batches. None: take the largest that fits.
 
