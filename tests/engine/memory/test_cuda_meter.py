@@ -226,7 +226,7 @@ def test_training_leaves_the_devices_own_peaks_alone(cuda: FakeCuda) -> None:
     for step, nbytes in enumerate([5000, 900], start=1):
         meter.enter_phase("forward")
         take_and_give(cuda, nbytes)
-        log.write(step, RESULT, epoch=0, seconds=1.0)
+        log.write(step, RESULT, samples=4, epoch=0, seconds=1.0)
         watch.reset()  # as after a change of the micro-batch
     assert cuda.peak_resets == 0
     assert {step: figures["peak_memory_bytes"] for step, figures in parts.logger.steps.items()} == {1: 5000, 2: 5000}

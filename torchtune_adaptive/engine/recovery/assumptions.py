@@ -1,7 +1,6 @@
 """What a dry run assumes of a model, and whether it still holds."""
 
 import itertools
-from operator import methodcaller
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,9 +20,12 @@ class Assumptions:
     def see_modules(self) -> None:
         """See the modules as they are now: a micro-step may have added some."""
         self._modules = _with_tensors(self._model)
-        self._children = [one._modules for one in self._model.modules()]
+        every = list(self._model.modules())
+        self._children = [
+            one._modules for one in every if isinstance(one._modules, dict)
+        ]  # of scripted ones none change
         self._all_children = self._present_children()
-        self._buffers = [one._buffers for one in self._model.modules()]
+        self._buffers = [one._buffers for one in every]
         self._num_buffers = list(map(len, self._buffers))
 
     def broken(self) -> str:
@@ -45,7 +47,7 @@ class Assumptions:
         return any(is_trained and parameter.grad is not None for parameter, is_trained in self._is_trained.items())
 
     def _present_children(self) -> list[nn.Module | None]:
-        return list(itertools.chain.from_iterable(map(methodcaller("values"), self._children)))  # also of scripted ones
+        return list(itertools.chain.from_iterable(map(dict.values, self._children)))
 
 
 def _with_tensors(model: nn.Module) -> list[nn.Module]:
