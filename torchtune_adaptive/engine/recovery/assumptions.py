@@ -21,9 +21,7 @@ class Assumptions:
         """See the modules as they are now: a micro-step may have added some."""
         self._modules = _with_tensors(self._model)
         every = list(self._model.modules())
-        self._children = [
-            one._modules for one in every if isinstance(one._modules, dict)
-        ]  # of scripted ones none change
+        self._children = [one._modules for one in every if isinstance(one._modules, dict)]  # not of scripted ones
         self._all_children = self._present_children()
         self._buffers = [one._buffers for one in every]
         self._num_buffers = list(map(len, self._buffers))
