@@ -43,7 +43,9 @@ def kill_process() -> None:
 
 
 class Fault(OperationMode):
-    """Raises an error once within ``with fault:``, instead of occurrence number ``place`` (from 0), in any thread.
+    """Raises an error once within ``with fault:``, instead of occurrence number ``place`` (from 0).
+
+    Threads of the backward pass count, but not those that the code within starts itself.
 
     An occurrence is, by ``kind``:
     - "operation": an operation on plain tensors, including those of FSDP2, or the growth of a storage. Collectives and
