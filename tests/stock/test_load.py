@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
+from torch.utils.data import DataLoader
 from torchtune import config
 
 from tests.support.ranks import run_alone
 from tests.support.recipe_runs import adaptive_recipe, tiny_config
 from torchtune_adaptive.errors import InputError
-from torchtune_adaptive.stock.load import connecting, setting_up, start_process_group
+from torchtune_adaptive.stock.load import connecting, setting_up, start_process_group, with_samples
 
 
 def open_to_all() -> int:
@@ -139,3 +140,9 @@ def test_a_block_that_torchtune_cannot_create_is_named_with_its_values() -> None
         "`metric_logger` cannot be created from {'_component_': 'tests.stock.test_load.Logger',"
         " 'path': '/no/such/file'}: FileNotFoundError: "
     )
+
+
+def test_samples_that_do_not_fill_a_batch_are_dropped_also_where_torchtune_trains_on_them() -> None:
+    """As in distillation on several ranks: the learning rate schedule has a step for each batch of the loader."""
+    sampler, loader = with_samples((None, DataLoader([1, 2, 3, 4, 5], batch_size=2)))
+    assert (sampler, len(loader), [one.tolist() for one in loader]) == (None, 2, [[1, 2], [3, 4]])

@@ -148,7 +148,14 @@ def test_a_run_resumed_in_an_epoch_of_other_steps_keeps_its_place_on_the_schedul
 
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
 @pytest.mark.parametrize("step", [0, 7, 10, 25])
-@pytest.mark.parametrize("kind", [partial(StepLR, step_size=STEPS, gamma=0.5), partial(ExponentialLR, gamma=0.9)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        partial(StepLR, step_size=STEPS, gamma=0.5),
+        partial(ExponentialLR, gamma=0.9),
+        lambda optimizer, last_epoch: LambdaLR(optimizer, lambda step: 0.9**step),  # begins at its first step anyway
+    ],
+)
 def test_a_scheduler_that_goes_from_step_to_step_has_the_rates_of_an_uninterrupted_run_when_resumed(
     kind: Any, step: int, tensors: bool
 ) -> None:
