@@ -144,5 +144,6 @@ def test_a_block_that_torchtune_cannot_create_is_named_with_its_values() -> None
 
 def test_samples_that_do_not_fill_a_batch_are_dropped_also_where_torchtune_trains_on_them() -> None:
     """As in distillation on several ranks: the learning rate schedule has a step for each batch of the loader."""
-    sampler, loader = with_samples((None, DataLoader([1, 2, 3, 4, 5], batch_size=2)))
+    dataset: Any = [1, 2, 3, 4, 5]
+    sampler, loader = with_samples((None, DataLoader(dataset, batch_size=2)))
     assert (sampler, len(loader), [one.tolist() for one in loader]) == (None, 2, [[1, 2], [3, 4]])
