@@ -179,7 +179,8 @@ def make(
         layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         common |= {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT", **layers}}
     folder = saved_model(kind)
-    more: dict[str, Any] = {"train_dataset": rows(kind, number_of_rows)}
+    texts_in_a_row = 2 if kind == "packed" else 1  # about
+    more: dict[str, Any] = {"train_dataset": rows(kind, texts_in_a_row * number_of_rows)}
     if kind == "trainer":
         arguments = TrainingArguments(folder, **common)
         more["data_collator"] = collate
