@@ -123,7 +123,7 @@ class _Trials:
         # A micro-step may change parameters in a way that no operation of torch shows.
         self._unchanged = UnchangedParameters(loop.named_parameters(runs.modules))
         self._names = _names_of_tensors(loop.model)
-        self._generators = self._generators_within_reach()
+        self._generators = {*runs.generators.now()}
         self._first: Trial | None = None
         # Code that is compiled in its first runs may then draw random numbers in another way, and catch errors.
         self._is_compiled = is_compiled(loop.model) or any(isinstance(one, _Scripted) for one in loop.model.modules())
@@ -197,7 +197,7 @@ class _Trials:
         """
         made = self._generators_within_reach() - self._generators
         again = self._try_again(self._micro_steps[:1])
-        what = "makes a random generator" if made & self._generators_within_reach() else ""
+        what = "makes a random generator" if made and made & self._generators_within_reach() else ""
         if again is not None and self._first is not None and self._first.draws_more_than(again):
             what = "draws random numbers"
         if what := self._loop.consensus.first_reason(what):
