@@ -42,7 +42,12 @@ class _OpenFile:
     @classmethod
     def at(cls, path: Path) -> "_OpenFile":
         """The file at ``path``, which is made if it is not there; one that is open already is shared."""
-        opened = cls(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644))  # a link's target is not ours
+        try:
+            opened = cls(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644))
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise OSError(f"{str(path)!r} must be a regular file, but is a symbolic link instead") from None
         there = os.fstat(opened.descriptor)
         if not stat.S_ISREG(there.st_mode):
             raise OSError(f"{str(path)!r} must be a regular file")

@@ -121,7 +121,7 @@ def test_a_lock_that_is_no_file_of_ours_is_refused_and_what_it_leads_to_stays(tm
     other = tmp_path / "notes"
     other.write_text("mine")
     make(tmp_path / LOCK_NAME, other)
-    with pytest.raises(InputError, match=r"`output_dir` cannot be written: .*adaptive\.lock"):
+    with pytest.raises(InputError, match=r"`output_dir` cannot be written: .*adaptive\.lock' must be a regular file"):
         locked(tmp_path)
     assert other.read_text() == "mine"
 
